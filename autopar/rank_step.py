@@ -203,6 +203,11 @@ class RankStep(HeldState):
             if self._saving is not None and self._saving.done():
                 self.finish_saving()
             self._check_autocast()
+            if operation == "step" and not torch.is_grad_enabled():
+                raise AutoparError(
+                    "a step computes gradients, and is called under torch.no_grad()",
+                    fix="call step.evaluate(**batch), which computes the loss alone",
+                )
             self._check_values(self.executor.steps)
             like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)

@@ -32,7 +32,11 @@ from autopar.rank_step import RankStep
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE, NOTHING
-from autopar.runtime.agreement.validate import check_model, check_same
+from autopar.runtime.agreement.validate import (
+    check_model,
+    check_same,
+    fixed_fields,
+)
 from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
@@ -248,6 +252,7 @@ class Step(RankStep):
         assert self._model is not None
         if local:
             batch = self.data.whole_like(batch)
+        fixed = fixed_fields(batch)
         await_here("step.build()", self._timeout)
         compiled = self._given
         if compiled is not None and (compiled.proof or not self._prove):
@@ -267,7 +272,6 @@ class Step(RankStep):
             device=self.device,
             timeout=self._timeout,
         )
-        fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
         Agreement(comm, program).on_build(self._seed, self._given, fixed)
         own = self._pretrained is None
         check_same(self._model, comm, program, weights=own)

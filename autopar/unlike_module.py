@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +38,11 @@ OUTPUT = (
     'or take logits: step.evaluate(outputs=("logits",), **batch)',
 )
 GRADIENTS_ARE_THERE = "leave the backward out: they are in .grad after step(**batch)"
+OF_THE_LOSS_ITSELF = (
+    "leave the backward out: gradients of the loss as the step returned it are in "
+    ".grad, and add up until zero_grad(). For their mean over several batches compile "
+    "with microbatches=4 and pass all at once, or divide in loss_fn"
+)
 RETURNED = (
     'loss = step(**batch); other outputs: step.evaluate(outputs=("logits",), **batch)'
 )
@@ -123,15 +129,16 @@ class NotOfAStep(AutoparError, AttributeError):
 
 class StepLoss(Tensor):
     """The loss that a step returns, [], of which whoever calls `backward` is told that
-    the step did. What is computed of it is a plain tensor; a multiple, as loops have it
-    that accumulate gradients, is told too."""
+    the step did. What is computed of it is a plain tensor; but for a multiple, a sum or
+    a mean without a gradient of its own, as loops have them that accumulate."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    computed = False  # it is no more the loss as the step returned it
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AutoparError(
             "the step that returned this loss has computed its gradients already",
-            fix=GRADIENTS_ARE_THERE,
+            fix=OF_THE_LOSS_ITSELF if self.computed else GRADIENTS_ARE_THERE,
         )
 
     def __iter__(self) -> NoReturn:
@@ -146,11 +153,8 @@ class StepLoss(Tensor):
                 )
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
 
-    def __mul__(self, other: Any) -> Tensor:
-        return Tensor.__mul__(self, other).as_subclass(StepLoss)
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return Tensor.__truediv__(self, other).as_subclass(StepLoss)
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
 
     def __repr__(self, **kwargs: Any) -> str:
         return repr(self.as_subclass(Tensor))
@@ -160,6 +164,28 @@ class StepLoss(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    """An operation of tensors that gives a loss which has been computed of a step's."""
+    operation = getattr(Tensor, name)
+
+    def compute(self: StepLoss, *args: Any, **kwargs: Any) -> Any:
+        result = operation(self, *args, **kwargs)
+        if not isinstance(result, Tensor) or result.requires_grad:
+            return result
+        result = result.as_subclass(StepLoss)
+        result.computed = True
+        return result
+
+    return wraps(operation)(compute)
+
+
+for _name in (
+    *("__mul__", "__rmul__", "__truediv__", "__neg__", "mean", "sum"),
+    *("__add__", "__radd__", "__sub__", "__rsub__"),
+):
+    setattr(StepLoss, _name, _computed(_name))
 
 
 def refuse_attribute(owner: object, name: str) -> NoReturn:

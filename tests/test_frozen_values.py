@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,28 @@ class Settings:
     betas: list[float] = field(default_factory=lambda: [1.0, 2.0])
 
 
+class Warmup:
+    """An object that computes a number when it is asked."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def value(self) -> float:
+        return min(1.0, self.step / 10)
+
+
+class Meter:
+    """What a script counts beside, with names that tensors have too."""
+
+    def __init__(self) -> None:
+        self.sum = self.loss = self.mean = 0.0
+
+
+ARGS = Namespace(z_loss=0.1, unread=0)
+METER = Meter()
+LOG = {"loss": 0.0}
+
+
 class Annealed(Stack):
     """Its loss has numbers of all places where models keep some."""
 
@@ -45,6 +68,10 @@ class Annealed(Stack):
         self.temperature = 1.0
         self.global_step = 0
         self.drop = nn.Dropout(0.0)
+        self.cap: float | None = None
+        self.pair = (1.0, 0.0)
+        self.tensor = torch.tensor(1.0, dtype=torch.float64)
+        self.warmup = Warmup()
 
     @property
     def sharpness(self) -> float:
@@ -54,11 +81,14 @@ class Annealed(Stack):
         return self.settings.penalty * x.square().mean() * self.settings.betas[0]
 
     def log(self) -> str:
+        METER.loss += 1
         return f"step {self.global_step} {self.table['unread']} {UNREAD}"
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.drop(super().forward(input_ids)) * self.sharpness
         z = self.table["z"] * logits.logsumexp(-1).square().mean()
+        z = z * (1 if self.cap is None else self.cap) * self.pair[0] * self.tensor
+        z = z * (1 + self.warmup.value()) + ARGS.z_loss * logits.mean()
         return BETA * z + self.weight * self.penalty(logits) + of_file(logits)
 
 
@@ -106,6 +136,24 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], str]] = {
         lambda run: run.model.settings.betas.__setitem__(0, 3.0),
         "settings.betas.0",
     ),
+    "another list": (
+        lambda run: setattr(run.model.settings, "betas", [3.0]),
+        "settings.betas.0",
+    ),
+    "longer list": (lambda run: run.model.settings.betas.append(3.0), "betas.2"),
+    "another config": (
+        lambda run: setattr(run.model, "settings", Settings(penalty=0.3)),
+        "settings.penalty",
+    ),
+    "from None": (lambda run: setattr(run.model, "cap", 2.0), "cap"),
+    "tuple": (lambda run: setattr(run.model, "pair", (2.0, 0.0)), "pair.0"),
+    "another tensor": (
+        lambda run: setattr(run.model, "tensor", run.model.tensor * 2),
+        "tensor",
+    ),
+    "over the class's": (lambda run: setattr(run.model, "weight", 2.0), "weight"),
+    "an object's": (lambda run: setattr(run.model.warmup, "step", 5), "warmup.step"),
+    "arguments": (lambda run: setattr(ARGS, "z_loss", 0.2), "ARGS.z_loss"),
     "dict": (lambda run: run.model.table.update(z=0.2), "table.z"),
     "class": (lambda run: setattr(Annealed, "weight", 2.0), "weight"),
     "global": (global_of_file("BETA", 0.7), "BETA"),
@@ -120,6 +168,7 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], str]] = {
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Annealed, "weight", 1.0)
     monkeypatch.setitem(SCALES, "global", 1.0)
+    monkeypatch.setattr(ARGS, "z_loss", 0.1)
     monkeypatch.setitem(globals(), "BETA", 0.5)
     monkeypatch.setitem(globals(), "UNREAD", 1)
 
@@ -130,7 +179,7 @@ def test_a_number_that_changes_is_refused(where):
     run.step(**run.batch)
     change, name = CHANGES[where]
     change(run)
-    with pytest.raises(AutoparError, match=rf"{name}' was \S+ when the step was comp"):
+    with pytest.raises(AutoparError, match=rf"{name}' was .+ when the step was comp"):
         run.step(**run.batch)
     with pytest.raises(AutoparError, match=name):
         run.step.evaluate(**run.batch)
@@ -147,6 +196,8 @@ def test_what_nobody_reads_may_change():
     SCALES["other"] = 3.0
     Annealed.unread_of_class = 2.0
     globals()["UNREAD"] = 2
+    METER.sum = METER.loss = METER.mean = LOG["loss"] = 1.0
+    ARGS.unread = 1
     run.model.eval()
     assert torch.equal(run.step(**run.batch), first)
 
@@ -184,4 +235,15 @@ def test_the_numbers_of_a_loss_module_are_read():
     assert torch.allclose(step(**batch), want.detach())
     smoothed.label_smoothing = 0.2
     with pytest.raises(AutoparError, match=r"label_smoothing' was 0\.1"):
+        step(**batch)
+
+
+def test_a_model_that_was_compiled_in_eval_is_not_trained_without_a_word():
+    torch.manual_seed(0)
+    model = randomize(Annealed()).double().eval()
+    batch = {k: v for k, v in token_batch().items() if k in ("input_ids", "labels")}
+    step = autopar.compile(model, "", example_inputs=batch)
+    step(**batch)
+    model.train()
+    with pytest.raises(AutoparError, match=r"in eval\(\) when the step was compiled"):
         step(**batch)

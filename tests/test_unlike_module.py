@@ -175,15 +175,30 @@ def test_gradients_that_were_used_and_not_zeroed_are_told(
 
 def test_a_second_backward_is_told(step: Step) -> None:
     loss = step(**case().batch)
-    assert type(loss * 1 + 0) is torch.Tensor and repr(loss).startswith("tensor(")
-    for made in (loss, loss / 4, torch.amp.GradScaler("cpu").scale(loss)):
-        with pytest.raises(AutoparError, match=r"already\n  fix  leave the back"):
+    assert type(loss.exp()) is torch.Tensor and repr(loss).startswith("tensor(")
+    assert f"{loss:.4f} {loss / 2:8.3f}" == f"{loss.item():.4f} {loss.item() / 2:8.3f}"
+    with pytest.raises(
+        AutoparError, match=r"already\n  fix  leave the back.* in \.grad"
+    ):
+        loss.backward()
+    scaled = torch.amp.GradScaler("cpu").scale(loss)
+    sums = sum([loss, loss]), loss + loss, 1 - loss, loss.mean(), loss.sum()
+    for made in (loss / 4, 0.25 * loss, -loss, scaled, *sums):
+        with pytest.raises(
+            AutoparError, match=r"already\n  fix  [\s\S]*divide in loss_"
+        ):
             made.backward()
     # What others keep of it needs no class of ours.
     copies = [copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
     assert {type(x) for x in copies} == {torch.Tensor} and copies[0] == copies[
         1
     ] == loss
+
+
+def test_a_term_with_a_gradient_of_its_own_is_added_to_a_loss(step: Step) -> None:
+    w = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    (step(**case().batch) + w.square().sum()).backward()
+    assert w.grad is not None and torch.equal(w.grad, 2 * w)
 
 
 def test_a_loss_is_not_taken_for_an_output(step: Step) -> None:

@@ -11,7 +11,7 @@ from plans import BATCH, CONFIG, small_model, small_program
 from torch import nn
 
 import autopar
-from autopar.passes.errors import BatchError
+from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.mesh import Mesh
 from autopar.runtime.agreement.validate import ModelMismatch, check_model, check_same
 from autopar.runtime.comm.comm import Comm
@@ -94,3 +94,48 @@ def test_a_field_that_is_no_tensor_keeps_the_value_it_was_compiled_for() -> None
         step(x=x, times=3)
     with pytest.raises(BatchError, match="the step was compiled without 'twice'"):
         step(x=x, twice=True)
+
+
+class Weighted(nn.Module):
+    """Its loss has a factor out of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, options: Any) -> torch.Tensor:
+        return (x * self.weight).sum() * options["times"]
+
+
+def test_a_dict_in_the_batch_that_is_written_into_is_another_one() -> None:
+    x, options = torch.ones(2, 3), {"times": 2}
+    step = autopar.compile(Weighted(), "")
+    assert step(x=x, options=options).item() == 12.0
+    options["times"] = 3
+    with pytest.raises(BatchError, match=r"'options' is \{'times': 3\}, but the step"):
+        step(x=x, options=options)
+
+
+def test_numbers_of_a_batch_that_are_not_in_a_tensor_are_refused() -> None:
+    x = torch.ones(2, 3)
+    told = "'options' is a dict with tensors in it\n  fix  pass each of them as a field"
+    with pytest.raises(BatchError, match=told):
+        autopar.compile(Weighted(), "")(x=x, options={"times": torch.tensor(2.0)})
+    told = r"'options' is a ndarray\n  fix  pass it as a tensor: options=torch.as_tens"
+    with pytest.raises(BatchError, match=told):
+        autopar.compile(Weighted(), "")(x=x, options=x.numpy())
+
+
+def test_a_step_where_no_gradient_is_wanted_is_refused() -> None:
+    batch = {"x": torch.ones(2, 3), "options": {"times": 2}}
+    step = autopar.compile(Weighted(), "", example_inputs=batch)
+    step(**batch)
+    with (
+        torch.no_grad(),
+        pytest.raises(AutoparError, match=r"under torch\.no_grad\(\)"),
+    ):
+        step(**batch)
+    with torch.no_grad():
+        assert step.evaluate(**batch).item() == 12.0
+    (p,) = step.parameters()
+    assert p.grad is not None and torch.equal(p.grad, torch.full((3,), 4.0))

@@ -64,6 +64,7 @@ class FrozenValues:
     this is made. It keeps no model alive."""
 
     def __init__(self, model: nn.Module, *functions: Any) -> None:
+        self._model, self._training = weakref.ref(model), model.training
         names = Names()
         for thing in (model, *functions):
             names.follow(thing)
@@ -83,6 +84,12 @@ class FrozenValues:
 
     def check(self, thorough: bool = True) -> None:
         """Raises AutoparError, if a value has changed. thorough: or one has come."""
+        if not self._training and (model := self._model()) and model.training:
+            raise AutoparError(
+                "the model was in eval() when the step was compiled, without dropout, "
+                "and is in train() now",
+                fix="call model.train() before the step is compiled",
+            )
         if not thorough and all(place.is_same() for place in self._reader.places):
             return
         self._reader.places.clear()
@@ -103,7 +110,8 @@ def _refuse(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"'{where}' was {was!r} when the step was compiled with it, and is "
                 f"{is_now!r} now",
                 fix="pass what changes from step to step in the batch, as a tensor; or "
-                "compile another step where it changes",
+                "compile again, and load what was trained: new = autopar.compile(...); "
+                "new.load_state_dict(step.state_dict()), with an optimizer of its own",
             )
 
 

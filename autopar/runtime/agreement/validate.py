@@ -4,6 +4,7 @@ a batch one that it was compiled for."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.passes.digest import digest
 from autopar.passes.errors import AutoparError, BatchError
+from autopar.passes.nested import tensors as tensors_in
 from autopar.passes.program import Program, dtype_name
 from autopar.runtime.comm.comm import Comm
 
@@ -129,6 +131,27 @@ def checked_outputs(outputs: Sequence[str] | None) -> list[str]:
             fix=f'outputs=("{outputs}",)' if isinstance(outputs, str) else "give texts",
         )
     return [name for name in dict.fromkeys(outputs or ()) if name != "loss"]
+
+
+def fixed_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a batch that are no tensors, whose values are part of what is
+    compiled: copies of dicts and lists, which may be written into.
+
+    Raises: BatchError, where they hold numbers of a batch that are not in a tensor.
+    """
+    fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
+    for name, value in fixed.items():
+        is_array = hasattr(value, "__array__")
+        if is_array or next(iter(tensors_in(value)), None) is not None:
+            kind = type(value).__name__
+            raise BatchError(
+                f"'{name}' is a {kind}" + ("" if is_array else " with tensors in it"),
+                fix=f"pass it as a tensor: {name}=torch.as_tensor({name})"
+                if is_array
+                else "pass each of them as a field of its own",
+            )
+    copied = (dict, list, tuple, set)
+    return {k: deepcopy(v) if isinstance(v, copied) else v for k, v in fixed.items()}
 
 
 def checked_batch(
