@@ -21,12 +21,17 @@ from autopar.held_state import HeldState
 from autopar.local_batches import Batch, DataRank, batches
 from autopar.passes.capture.outside import Outside
 from autopar.passes.errors import AutoparError, BatchError
+from autopar.passes.mesh import PIPELINE
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import checked_batch, checked_outputs
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.executor import Executor
-from autopar.runtime.parameters.changed import Originals, check_trained
+from autopar.runtime.parameters.changed import (
+    Originals,
+    ParameterError,
+    check_trained,
+)
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
@@ -49,6 +54,7 @@ class RankStep(HeldState):
         super().__init__(device)
         self._fixed = NO_FIELDS
         self._originals: Originals | None = None
+        self._trained = False  # in this process
         # What the program has the values of: tensors, on the rank that compiled it.
         self._outside: tuple[Outside, ...] = ()
         self._values: FrozenValues | None = None
@@ -113,7 +119,7 @@ class RankStep(HeldState):
             if self._host is not None:
                 self._host.download()
             self._updates.show()
-        self._originals = None  # the model may be trained beside, from now on
+        self._trained = True
         return loss.as_subclass(StepLoss)
 
     def _check_values(self, steps: int) -> None:
@@ -212,8 +218,7 @@ class RankStep(HeldState):
             like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)
-            if self._originals is not None:
-                self._originals.check(self.program, self._updates.parameters)
+            self._check_originals()
             if self._host is None:
                 self.executor.rebind()
             else:
@@ -230,6 +235,24 @@ class RankStep(HeldState):
             self._agree().on_batch(operation, own, self._updates, training, part),
         ):
             yield data.fields(self.executor, own, local)
+
+    def _check_originals(self) -> None:
+        """Raises ParameterError for parameters of the model that were changed. Once a
+        step has trained, the model may be used beside: then it is told, once."""
+        if self._originals is None:
+            return
+        try:
+            self._originals.check(self.program, self._updates.parameters)
+        except ParameterError as error:
+            if not self._trained:
+                raise
+            self._originals = None
+            coords = self.comm.coords.items()
+            if not any(place for axis, place in coords if axis != PIPELINE):
+                LOG.warning(
+                    f"{error.message}, with which it goes on; step.named_parameters() "
+                    "has what is trained"
+                )
 
     def _check_autocast(self) -> None:
         """Raises AutoparError under an autocast that the plan knows nothing of."""

@@ -302,6 +302,28 @@ def test_a_model_that_is_changed_after_compiling_is_told_of() -> None:
     step(**batch_of(0))
 
 
+def test_a_model_that_is_changed_while_a_step_trains_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As by what normalises its weights after each update. That it is given what was
+    trained, to sample with, is no change."""
+    model, batch = plain_model(), batch_of(0)
+    step = autopar.compile(model, "", example_inputs=batch)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    for _ in range(3):
+        step(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(step.state_dict())
+    assert "copy of its own" not in caplog.text
+    for _ in range(3):
+        model.get_parameter("norm.weight").detach().mul_(0.5)
+        step(**batch)
+    told = [r for r in caplog.records if "copy of its own" in r.getMessage()]
+    assert len(told) == 1
+    assert "the model's 'norm.weight' was changed after" in told[0].getMessage()
+
+
 def test_what_was_frozen_when_compiled_cannot_be_unfrozen() -> None:
     model = plain_model()
     model.get_parameter("norm.weight").requires_grad_(False)

@@ -80,6 +80,7 @@ class Originals:
 
     def check(self, program: Program, copies: Mapping[str, nn.Parameter]) -> None:
         """Raises ParameterError for a value or flag that the step does not have."""
+        alike = {}
         for name, copy in copies.items():
             spec = program.parameters[name]
             source = spec.part.source
@@ -105,3 +106,5 @@ class Originals:
                     fix="change it before autopar.compile, or load it anew: "
                     "step.load_state_dict(model.state_dict())",
                 )
+            alike[source] = original, p._version, p.data_ptr(), trained
+        self._held |= alike
