@@ -29,11 +29,12 @@ from autopar.passes.plan import Plan
 from autopar.passes.program import Program, dtype_name
 from autopar.proof.padding import FIX, Fills, find_fills, pad
 from autopar.runtime.agreement.first_rank import on_first_rank
+from autopar.runtime.agreement.validate import ANOTHER_STEP
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import rehearse
 
 MOST = 8  # programs of a step
-PADDED_BY_USER = "pad the batch, or compile another step for it"
+PADDED_BY_USER = f"pad the batch, or {ANOTHER_STEP}"
 LOG = logging.getLogger("autopar")
 Shapes = Mapping[str, tuple[int, ...]]
 Outputs = Sequence[str]  # names, as of `Step.evaluate`

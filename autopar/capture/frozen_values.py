@@ -110,8 +110,8 @@ def _refuse(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"'{where}' was {was!r} when the step was compiled with it, and is "
                 f"{is_now!r} now",
                 fix="pass what changes from step to step in the batch, as a tensor; or "
-                "compile again, and load what was trained: new = autopar.compile(...); "
-                "new.load_state_dict(step.state_dict()), with an optimizer of its own",
+                "compile another step where it changes, and load what was trained: "
+                "other.load_state_dict(step.state_dict())",
             )
 
 

@@ -16,6 +16,11 @@ from autopar.passes.nested import tensors as tensors_in
 from autopar.passes.program import Program, dtype_name
 from autopar.runtime.comm.comm import Comm
 
+# It would begin with the model's weights, which nobody has trained.
+ANOTHER_STEP = (
+    "compile another step for it, and load what was trained: "
+    "other.load_state_dict(step.state_dict())"
+)
 MOST = 8  # names in a line of an error
 
 
@@ -175,7 +180,7 @@ def checked_batch(
             raise BatchError(
                 f"'{name}' is {told}{list(x.shape)}, but the step was compiled "
                 f"for {dtype}{list(shape)}",
-                fix="pad the batch to that shape, or compile another step for it",
+                fix=f"pad the batch to that shape, or {ANOTHER_STEP}",
             )
     for name in batch:
         if name in tensors and name in program.inputs:
@@ -199,6 +204,6 @@ def _for_another(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (
             "pass a number that changes as a tensor, from the first step on: "
-            f"torch.tensor({value!r}); or compile another step for it"
+            f"torch.tensor({value!r}); or {ANOTHER_STEP}"
         )
-    return "compile another step for it"
+    return ANOTHER_STEP
