@@ -238,8 +238,10 @@ class RankStep(HeldState):
 
     def _check_originals(self) -> None:
         """Raises ParameterError for parameters of the model that were changed. Once a
-        step has trained, the model may be used beside: then it is told, once."""
-        if self._originals is None:
+        step has trained, the model may be used beside: then it is told, once, and
+        looked at in the steps 1, 2, 4, 8 ..."""
+        steps = self.executor.steps
+        if self._originals is None or (self._trained and steps & (steps - 1)):
             return
         try:
             self._originals.check(self.program, self._updates.parameters)
