@@ -124,8 +124,8 @@ REFUSED: Mapping[Callable[[Step], None], str] = {
     an_update_on_one_rank: "rank 0 did not call optimizer.step(), but others did",
     clipped_by_torch: "clip by step.clip_grad_norm_(max_norm)",
     clipped_by_torch_one_by_one: "clip by step.clip_grad_norm_(max_norm)",
-    a_norm_by_hand: "the norm (or sum) of what this rank holds is not that of the",
-    a_norm_of_all_elements_by_hand: "the norm (or sum) of what this rank holds is not",
+    a_norm_by_hand: "norm of what this rank holds is not that of the",
+    a_norm_of_all_elements_by_hand: " of what this rank holds is not",
     data_of_another_shape: "was given float32[3, 5] on cpu as its data",
 }
 # Of ranks that hold the same parameters: on a pipeline, rates may differ by layer.
@@ -277,6 +277,9 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
     # The model may be trained beside.
     model(**batch_of(0))[1].backward()
     optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(AutoparError, match=r"make the optimizer of step\.parameters"):
+        optimizer.step()
 
 
 def test_a_model_that_is_changed_after_compiling_is_told_of() -> None:
@@ -344,11 +347,18 @@ def test_gradients_of_shards_are_tensors_but_for_their_norms() -> None:
         lambda: (grad * grad).mean(),
         lambda: grad.abs().max(),
         lambda: grad.flatten().dot(grad.view(-1)),
+        lambda: torch.cat([grad.flatten(), grad.clone().ravel()]).norm(),
+        lambda: torch.nn.utils.parameters_to_vector([grad]).norm(),
+        lambda: torch.stack([grad, grad]).std(),
+        lambda: torch.median(grad),
+        lambda: grad.quantile(0.5),
+        lambda: torch.isnan(grad).any(),
+        lambda: (~grad.isfinite()).count_nonzero(),
     ]
     for norm in norms:
         with pytest.raises(AutoparError, match=r"step\.clip_grad_norm_\(max_norm\)"):
             norm()
-    assert torch.equal(grad, x) and grad.isfinite().all()
+    assert torch.equal(grad, x) and torch.equal(grad.isnan(), x.isnan())
     assert torch.equal(grad.sum(0), x.sum(0))
     buffer = torch.zeros(4, 5).mul_(0.9).add_(grad)
     parameter = nn.Parameter(torch.zeros(4, 5))

@@ -137,7 +137,8 @@ class Updates:
 
     def check_originals(self, whose: str, params: list[Tensor], fix: str) -> None:
         """Whether they are the model's parameters, and nobody computed gradients."""
-        if any(p.grad is not None for p in params):
+        grads = (p.grad.as_subclass(Tensor) for p in params if p.grad is not None)
+        if any(grad.any() for grad in grads):
             return
         for p in params:
             original, name = self._originals.get(id(p), (None, ""))

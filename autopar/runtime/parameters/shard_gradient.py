@@ -22,20 +22,30 @@ NORMS = frozenset(
         Tensor.dot,
     }
 )
-# What norms are written with by hand: of all elements, unless a dim is given.
+# What norms are written with by hand, and what asks for numbers that are none: of all
+# elements, unless a dim is given.
 SUMS = frozenset(
-    {
-        *(torch.sum, torch.mean, torch.max, torch.amax),
-        *(Tensor.sum, Tensor.mean, Tensor.max, Tensor.amax),
-    }
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        *("sum", "mean", "max", "amax", "min", "amin", "std", "var", "median"),
+        *("any", "all", "count_nonzero", "quantile", "prod"),
+    )
 )
-# What comes before it there, element by element.
+# What comes before it there, element by element, or puts several gradients together.
 STEPS = frozenset(
     {
-        *(torch.abs, torch.pow, torch.square, torch.mul, torch.flatten),
-        *(Tensor.abs, Tensor.pow, Tensor.square, Tensor.mul, Tensor.flatten),
-        *(Tensor.__pow__, Tensor.__mul__, Tensor.__rmul__, Tensor.detach),
-        *(Tensor.float, Tensor.double, Tensor.to, Tensor.view, Tensor.reshape),
+        *(
+            getattr(owner, name)
+            for owner in (torch, Tensor)
+            for name in (
+                *("abs", "pow", "square", "mul", "flatten", "ravel", "reshape"),
+                *("clone", "isnan", "isinf", "isfinite", "logical_not"),
+            )
+        ),
+        *(torch.cat, torch.stack, torch.concat, torch.hstack),
+        *(Tensor.__pow__, Tensor.__mul__, Tensor.__rmul__, Tensor.__invert__),
+        *(Tensor.detach, Tensor.float, Tensor.double, Tensor.to, Tensor.view),
         Tensor.data.__get__,
     }
 )
@@ -49,8 +59,9 @@ class ShardGradient(Tensor):
     """This rank's part of the gradients, which shares its memory with a plain tensor.
 
     Everything is computed as with that one, except norms, also those that are written
-    by hand, which are refused: the norm of a part is not that of the whole, and ranks
-    that clip by norms of their own drift apart.
+    by hand, and questions of all elements, which are refused: the norm of a part is not
+    that of the whole, and ranks that clip by norms of their own, or skip a step because
+    of a NaN of their own, drift apart.
     """
 
     @classmethod
@@ -62,14 +73,16 @@ class ShardGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = kwargs or {}
-        of_all = func in SUMS and len(args) == 1 and "dim" not in keywords
+        few = 2 if func in (torch.quantile, Tensor.quantile) else 1
+        of_all = func in SUMS and len(args) <= few and "dim" not in keywords
         if of_all or func in NORMS:
             raise ShardError(
-                "the norm (or sum) of what this rank holds is not that of the "
+                f"the {func.__name__} of what this rank holds is not that of the "
                 "gradients: other ranks hold other parts of them",
                 fix="clip by step.clip_grad_norm_(max_norm), which returns the norm of "
-                "all gradients, before; it changes nothing with float('inf'). For a "
-                "norm of the part: p.grad.as_subclass(torch.Tensor).norm()",
+                "all gradients, before; it changes nothing with float('inf'), and is "
+                "not finite where a gradient is not. Of the part: "
+                "p.grad.as_subclass(torch.Tensor).norm()",
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
