@@ -29,9 +29,9 @@ from autopar.passes.plan import Plan
 from autopar.passes.program import Program, dtype_name
 from autopar.proof.padding import FIX, Fills, find_fills, pad
 from autopar.runtime.agreement.first_rank import on_first_rank
-from autopar.runtime.agreement.validate import ANOTHER_STEP
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import rehearse
+from autopar.unlike_module import ANOTHER_STEP
 
 MOST = 8  # programs of a step
 PADDED_BY_USER = f"pad the batch, or {ANOTHER_STEP}"
@@ -147,6 +147,7 @@ class OtherShapes:
         )
         comm, mesh = like.comm, program.mesh
         wanted = {ranks for axes in program.groups for ranks in mesh.groups(axes)}
+        wanted.update(program.reduction_groups())
         comm.open_groups(sorted(group for group in wanted if len(group) > 1))
         made = Executor(
             program,
@@ -291,18 +292,34 @@ class OtherShapes:
             made = compile_offline(
                 model, values, plan, self._loss_fn, prove=self._prove, outputs=outputs
             )
-        own, before = dict(made.parameters), like.parameters
         if evaluating:  # what it does not compute with rests as it did
-            own |= {n: s for n, s in before.items() if n in own and not own[n].stages}
-        differs = [n for n, spec in before.items() if own.get(n) != spec]
-        differs += own.keys() - before.keys()
+            own, before = made.parameters, like.parameters
+            idle = {n: s for n, s in before.items() if n in own and not own[n].stages}
+            made = replace(made, parameters={**own, **idle})
+        differs = _rests_otherwise(made, like)
         if differs or made.buffers.keys() - like.buffers.keys():
             raise AutoparError(
                 f"for this batch, or to evaluate, '{(differs or ['a buffer'])[0]}' "
                 "would rest otherwise than for the first one",
                 fix=PADDED_BY_USER,
             )
-        return replace(made, parameters=own)
+        return made
+
+
+def _rests_otherwise(own: Program, before: Program) -> list[str]:
+    """The parameters that two programs hold otherwise, or whose gradients are in one
+    buffer of the first and reduced over different ranks by the second."""
+    axes: dict[Any, Any] = {}  # of reductions: before -> now
+    differ = []
+    for name, was in before.parameters.items():
+        now = own.parameters.get(name)
+        if now is None or replace(now, pending=was.pending) != was:
+            differ.append(name)
+        elif was.trainable:
+            now_over = own.gradient_axes(now)
+            if axes.setdefault(before.gradient_axes(was), now_over) != now_over:
+                differ.append(name)
+    return differ + [n for n in own.parameters if n not in before.parameters]
 
 
 def for_samples(plan: Plan, samples: int) -> Plan:

@@ -27,11 +27,7 @@ from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import checked_batch, checked_outputs
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.executor import Executor
-from autopar.runtime.parameters.changed import (
-    Originals,
-    ParameterError,
-    check_trained,
-)
+from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
@@ -39,7 +35,6 @@ from autopar.unlike_module import StepLoss
 
 LOG = logging.getLogger("autopar")
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
-NO_PARAMETERS: Mapping[str, nn.Parameter] = MappingProxyType({})
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -65,14 +60,14 @@ class RankStep(HeldState):
         executor: Executor,
         names: list[str],
         unused: dict[str, Tensor],
-        originals: Mapping[str, nn.Parameter] = NO_PARAMETERS,
+        model: nn.Module | None = None,
         fixed: Mapping[str, Any] = NO_FIELDS,
     ) -> None:
         """Compute with an executor from now on.
 
-        names: of the state dict. unused: what of it every rank has whole. originals:
-        the model's own parameters, of which the executor has parts. fixed: fields of a
-        batch that are no tensors, whose values are part of what was compiled.
+        names: of the state dict. unused: what of it every rank has whole. model:
+        of whose parameters the executor has parts. fixed: fields of a batch that are no
+        tensors, whose values are part of what was compiled.
         """
         program, comm = executor.program, executor.comm
         self.comm, self._executor = comm, executor
@@ -81,8 +76,10 @@ class RankStep(HeldState):
         parameters, grads = executor.parameters, executor.gradients.by_name
         if self._host is not None:
             parameters, grads = self._host.parameters, self._host.grads
+        originals = {} if model is None else dict(model.named_parameters())
         self._updates = Updates(program, parameters, grads, originals, comm.coords)
-        self._originals = Originals(originals, comm.coords)
+        if model is not None:
+            self._originals = Originals(model, program, comm.coords)
         self.names, self.unused, self._fixed = names, unused, fixed
 
     def __call__(self, *positional: Any, local: bool = False, **batch: Any) -> Tensor:
@@ -237,23 +234,24 @@ class RankStep(HeldState):
             yield data.fields(self.executor, own, local)
 
     def _check_originals(self) -> None:
-        """Raises ParameterError for parameters of the model that were changed. Once a
-        step has trained, the model may be used beside: then it is told, once, and
-        looked at in the steps 1, 2, 4, 8 ..."""
+        """Raises AutoparError for a model that was changed. Once a step has trained, it
+        may be used beside: then it is told, once, and looked at in the steps 1, 2, 4,
+        8 ..."""
         steps = self.executor.steps
         if self._originals is None or (self._trained and steps & (steps - 1)):
             return
+        held = self._updates.parameters, self.executor.buffers
         try:
-            self._originals.check(self.program, self._updates.parameters)
-        except ParameterError as error:
+            self._originals.check(*held, self._trained)
+        except AutoparError as error:
             if not self._trained:
                 raise
             self._originals = None
             coords = self.comm.coords.items()
             if not any(place for axis, place in coords if axis != PIPELINE):
                 LOG.warning(
-                    f"{error.message}, with which it goes on; step.named_parameters() "
-                    "has what is trained"
+                    f"{error.message}: the step goes on as it was compiled, and tells "
+                    f"this once. {error.fix}"
                 )
 
     def _check_autocast(self) -> None:

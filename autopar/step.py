@@ -287,7 +287,7 @@ class Step(RankStep):
         executor = Executor(program, comm, parameters, buffers, self._seed, cache)
         rehearse(executor)
         names, unused = remember(self._model, program, buffers)
-        self.start(executor, names, unused, dict(self._model.named_parameters()), fixed)
+        self.start(executor, names, unused, self._model, fixed)
         self.configs = configs_of(self._model)
         if self._pretrained is not None:
             self._load_pretrained(self._pretrained, strict=True, empty=True)

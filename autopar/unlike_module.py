@@ -12,6 +12,11 @@ from torch import Tensor, nn
 
 from autopar.passes.errors import AutoparError
 
+# Without the second half it would begin with the model's weights, which nobody trained.
+ANOTHER_STEP = (
+    "compile another step for it, and load what was trained: "
+    "other.load_state_dict(step.state_dict())"
+)
 HOOKS = (
     "hooks on modules have no place in a step, which is a program without modules",
     "register hooks on forward before compiling: what they compute is part of the "

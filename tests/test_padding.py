@@ -209,3 +209,19 @@ def short_batches() -> list[int]:
 def test_batches_that_do_not_divide_over_ranks() -> None:
     """They take no program of their own, but for the logits."""
     assert run_ranks(short_batches, 2) == [[2, 8, 16]] * 2
+
+
+def single_samples() -> None:
+    """Trains on one sample after eight, and on eight after one, over two ranks that add
+    up gradients: each computes all of a single sample."""
+    of = plain_gpt(layers=1).double()
+    for first, later in ((8, 1), (1, 8)):
+        batch = {name: x[:first] for name, x in of.batch.items()}
+        step = autopar.compile(of.model, "dp=2", example_inputs=batch)
+        for rows in (first, later, first, later):
+            last_samples(of, step, rows)
+
+
+@pytest.mark.slow
+def test_a_single_sample_is_computed_by_all_ranks() -> None:
+    run_ranks(single_samples, 2)

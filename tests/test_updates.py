@@ -282,51 +282,6 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
         optimizer.step()
 
 
-def test_a_model_that_is_changed_after_compiling_is_told_of() -> None:
-    model = plain_model()
-    step = autopar.compile(model, "", example_inputs=batch_of(0))
-    other = small_model()
-    for p in other.parameters():
-        p.data.mul_(0.5)
-    model.load_state_dict(other.state_dict())
-    with pytest.raises(AutoparError, match=r"step\.load_state_dict\(model\.state_dict"):
-        step(**batch_of(0))
-    step.load_state_dict(model.state_dict())
-    model.get_parameter("norm.weight").requires_grad_(False)
-    with pytest.raises(AutoparError, match=r"requires_grad of the model's 'norm\."):
-        step(**batch_of(0))
-    dict(step.named_parameters())["norm.weight"].requires_grad_(False)
-    for p in model.parameters():
-        p.data = p.data.clone()  # as when it is moved to another device
-    want = model(**batch_of(0))[1].item()
-    assert step(**batch_of(0)).item() == pytest.approx(want, rel=1e-5)
-    with torch.no_grad():  # from now on it may be trained beside
-        model.get_parameter("norm.bias").add_(1.0)
-    step(**batch_of(0))
-
-
-def test_a_model_that_is_changed_while_a_step_trains_is_told_of_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As by what normalises its weights after each update. That it is given what was
-    trained, to sample with, is no change."""
-    model, batch = plain_model(), batch_of(0)
-    step = autopar.compile(model, "", example_inputs=batch)
-    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
-    for _ in range(3):
-        step(**batch)
-        optimizer.step()
-        optimizer.zero_grad()
-        model.load_state_dict(step.state_dict())
-    assert "copy of its own" not in caplog.text
-    for _ in range(3):
-        model.get_parameter("norm.weight").detach().mul_(0.5)
-        step(**batch)
-    told = [r for r in caplog.records if "copy of its own" in r.getMessage()]
-    assert len(told) == 1
-    assert "the model's 'norm.weight' was changed after" in told[0].getMessage()
-
-
 def test_what_was_frozen_when_compiled_cannot_be_unfrozen() -> None:
     model = plain_model()
     model.get_parameter("norm.weight").requires_grad_(False)

@@ -1,62 +1,41 @@
 """Values that code of a model reads where they may be changed: attributes of modules,
-entries of configurations, variables around a loss function, globals.
+entries of configurations, variables around a loss function, globals; and what modules
+there are, in which mode.
 
 A program is compiled with the values that they have. Which of them are read is seen
-from the names in the code that forward and the loss function reach.
+from the names in code, see `names_read`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dis
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import (
-    CodeType,
-    FunctionType,
-    MemberDescriptorType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.capture.left_as_found import OTHERS, is_users
+from autopar.capture.names_read import Names, Root
 from autopar.passes.capture.outside import sample
 from autopar.passes.errors import AutoparError
+from autopar.unlike_module import ANOTHER_STEP
 
-GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
-NAMED = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, type(None))
 SPACES = (argparse.Namespace, SimpleNamespace)
-GETTERS = frozenset(("getattr", "hasattr"))
-TENSORS = frozenset(dir(Tensor))
 ITSELF = object()
 MOST = 1000  # members: what has more is data, and not looked at
-# What torch keeps on modules. A step trains and `evaluate` evaluates, whatever mode the
-# model is in. The others are of Hugging Face's models, and tell what is kept, not what
-# is computed.
+MODE = "training"  # of a module
+# What torch keeps on modules. The others are of Hugging Face's models, and tell what is
+# kept, not what is computed.
 NOT_READ = frozenset((*vars(nn.Module()), "gradient_checkpointing", "use_cache"))
-
-
-@dataclass(frozen=True)
-class Root:
-    """Where values are looked for. where: of messages, "" of the model itself. thing:
-    what is there now; raises ReferenceError, if it is gone. own: only its methods read
-    its attributes. fresh: it is made anew each time."""
-
-    where: str
-    thing: Callable[[], Any]
-    own: bool = False
-    fresh: bool = False
 
 
 class FrozenValues:
@@ -99,19 +78,25 @@ class FrozenValues:
             except ReferenceError:
                 continue
             if now != before:
-                _refuse(before, now)
+                self._refuse(before, now)
 
-
-def _refuse(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for where in {**before, **now}:
-        was, is_now = before.get(where), now.get(where)
-        if isinstance(was, Elements) is isinstance(is_now, Elements) and was != is_now:
+    def _refuse(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """A step trains and `evaluate` evaluates, whatever mode the whole model is in;
+        but modules that are in another one than it are part of what they compute."""
+        model = self._model()
+        is_turned = model is not None and model.training is not self._training
+        for where in {**before, **now}:
+            if is_turned and where.rpartition(".")[2] == MODE:
+                continue
+            was, is_now = before.get(where), now.get(where)
+            grown = isinstance(was, Elements) is not isinstance(is_now, Elements)
+            if was == is_now or grown:
+                continue
             raise AutoparError(
                 f"'{where}' was {was!r} when the step was compiled with it, and is "
                 f"{is_now!r} now",
-                fix="pass what changes from step to step in the batch, as a tensor; or "
-                "compile another step where it changes, and load what was trained: "
-                "other.load_state_dict(step.state_dict())",
+                fix="pass what changes from step to step in the batch, as a tensor; "
+                f"or {ANOTHER_STEP}",
             )
 
 
@@ -155,6 +140,16 @@ class Elements:
     def __repr__(self) -> str:
         first = f" that begins with {self.elements[0]!r}" if self.elements else ""
         return f"a tensor of shape {self.shape}{first}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a module is."""
+
+    of: type[nn.Module]
+
+    def __repr__(self) -> str:
+        return f"a {self.of.__name__}"
 
 
 @dataclass(frozen=True)
@@ -218,6 +213,8 @@ class _Reader:
                 values[where] = self._elements(thing)
         elif id(thing) not in seen:
             seen.add(id(thing))
+            if isinstance(thing, nn.Module) and where:
+                values[where] = Kind(type(thing))
             holder = root.thing if root is not None and root.fresh else _holder(thing)
             for name, value in self._within(thing):
                 if root is not None and root.own and name not in self.names.own:
@@ -257,6 +254,7 @@ class _Reader:
                 if name not in held:
                     yield name, getattr(thing, name, None)
             if isinstance(thing, nn.Module):
+                yield MODE, thing.training
                 yield from thing._modules.items()
 
     def _of_class(self, type_: type) -> list[str]:
@@ -277,126 +275,3 @@ def is_users_file(file: ModuleType) -> bool:
     """Whether a module of Python is of the user's code."""
     package = file.__name__.partition(".")[0]
     return package not in OTHERS and package not in sys.stdlib_module_names
-
-
-# --- names --------------------------------------------------------------------------
-
-
-class Names:
-    """What code reads, of functions and those of the user's that they call.
-
-    own: names of attributes of the object whose method the code is; attributes: those
-    of others; keys: texts, as keys of dicts are, and names of variables around
-    functions. globals: a file and a variable that is read -> the file's variables.
-    """
-
-    def __init__(self) -> None:
-        self.own: set[str] = set()
-        self.attributes: set[str] = set()
-        self.keys: set[str] = set()
-        self.globals: dict[tuple[str, str], dict[str, Any]] = {}
-        self._functions: dict[CodeType, FunctionType] = {}
-        self._types: set[type] = set()
-
-    @property
-    def any(self) -> set[str]:
-        """Names of attributes, of any object but a tensor."""
-        return self.own | (self.attributes - TENSORS)
-
-    def follow(self, thing: Any) -> None:
-        """Reads a function, or all modules of a model, and the user's that it calls."""
-        self._read([thing])
-        known = -1
-        while known < len(self._functions):
-            known = len(self._functions)
-            for type_ in tuple(self._types):
-                named = self.any & vars(type_).keys()
-                self._read([vars(type_)[name] for name in named])
-
-    def roots(self) -> Iterator[Root]:
-        """The variables around functions, and the globals that they name."""
-        for function in self._functions.values():
-            if function.__closure__ and is_users(function):
-                cells = partial(_cells, function)
-                yield Root(function.__qualname__, cells, fresh=True)
-        for (file, name), variables in self.globals.items():
-            yield Root(f"{file}.{name}", partial(variables.get, name))
-
-    def _read(self, waiting: list[Any]) -> None:
-        """Reads functions, and what they call, until none waits."""
-        while waiting:
-            thing = waiting.pop()
-            holder = getattr(thing, "__self__", thing)  # of a method
-            if isinstance(holder, nn.Module):
-                waiting += holder.children()
-                waiting += (v for v in vars(holder).values() if is_users(type(v)))
-            if isinstance(holder, nn.Module) or is_users(type(holder)):
-                self._types.update(type(holder).__mro__)
-            function = _function(thing)
-            if function is None or function.__code__ in self._functions:
-                continue
-            self._functions[function.__code__] = function
-            waiting += _cells(function).values()
-            waiting += self._read_code(function)
-
-    def _read_code(self, function: FunctionType) -> list[Any]:
-        """Notes what a function reads; returns the globals that are the user's."""
-        called = []
-        first = next(iter(function.__code__.co_varnames), None)
-        for code in _codes(function.__code__):
-            texts = set(_texts(code.co_consts))
-            self.keys.update(code.co_freevars, texts)
-            if not GETTERS.isdisjoint(code.co_names):
-                self.own |= texts
-            before: Any = None
-            for step in dis.get_instructions(code):
-                if step.opname in NAMED:
-                    (self.own if before == first else self.attributes).add(step.argval)
-                elif step.opname in GLOBAL and is_users(function):
-                    key = function.__module__, step.argval
-                    self.globals[key] = function.__globals__
-                    thing = function.__globals__.get(step.argval)
-                    if is_users(thing) or isinstance(thing, nn.Module):
-                        called.append(thing)
-                loads = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
-                before = step.argval if loads else None
-                before = before[-1] if isinstance(before, tuple) else before
-        return called
-
-
-def _function(thing: Any) -> FunctionType | None:
-    """The Python function that a call of a thing runs, if there is one."""
-    if isinstance(thing, nn.Module):
-        thing = thing.forward
-    for name in ("__func__", "func", "fget", "__wrapped__"):  # methods, partials ...
-        if not isinstance(thing, (FunctionType, type)):
-            thing = getattr(thing, name, thing)
-    if not isinstance(thing, (FunctionType, type)) and callable(thing):
-        thing = type(thing).__call__
-    return thing if isinstance(thing, FunctionType) else None
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of functions within it."""
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _codes(value)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (tuple, frozenset)):
-        for one in value:
-            yield from _texts(one)
-
-
-def _cells(function: FunctionType) -> dict[str, Any]:
-    """The variables around a function that have values."""
-    values = {}
-    closure = function.__closure__ or ()
-    for name, cell in zip(function.__code__.co_freevars, closure, strict=True):
-        with suppress(ValueError):  # not assigned yet
-            values[name] = cell.cell_contents
-    return values

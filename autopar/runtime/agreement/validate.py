@@ -15,12 +15,8 @@ from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.nested import tensors as tensors_in
 from autopar.passes.program import Program, dtype_name
 from autopar.runtime.comm.comm import Comm
+from autopar.unlike_module import ANOTHER_STEP
 
-# It would begin with the model's weights, which nobody has trained.
-ANOTHER_STEP = (
-    "compile another step for it, and load what was trained: "
-    "other.load_state_dict(step.state_dict())"
-)
 MOST = 8  # names in a line of an error
 
 

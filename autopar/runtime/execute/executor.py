@@ -68,7 +68,7 @@ class Executor:
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.overlaps = True
         self._late: defaultdict[int, list[Sequence[Tensor]]] = defaultdict(list)
-        self.gradients = gradients or Gradients(program, comm, self.parameters)
+        self.gradients = Gradients(program, comm, self.parameters, gradients)
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
         # After it, nothing is added to the gradients of a stage any more.
         self._last = {a.stage: a for a in self.actions if a.kind in (Kind.B, Kind.W)}

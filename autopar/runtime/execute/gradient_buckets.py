@@ -41,15 +41,24 @@ class Gradients:
     """The gradients of a rank's parameters that are trained.
 
     by_name: where the emitted modules add to each. buckets: what is reduced together,
-    as soon as all of it is ready.
+    as soon as all of it is ready. like: those of another program with the same
+    parameters, to share the memory of; what they are reduced over is each program's.
     """
 
     def __init__(
-        self, program: Program, comm: Comm, parameters: Mapping[str, nn.Parameter]
+        self,
+        program: Program,
+        comm: Comm,
+        parameters: Mapping[str, nn.Parameter],
+        like: Gradients | None = None,
     ) -> None:
         self.program, self.comm, self.parameters = program, comm, parameters
-        self.by_name: dict[str, Tensor] = {}
-        self.buckets = self._make_buckets()
+        self.by_name: dict[str, Tensor] = {} if like is None else like.by_name
+        self.buckets: list[Bucket] = (
+            self._make_buckets()
+            if like is None
+            else [self._reduced_here(bucket) for bucket in like.buckets]
+        )
         self._bucket_of = {
             id(self.by_name[name]): bucket
             for bucket in self.buckets
@@ -78,6 +87,15 @@ class Gradients:
             for own in self._parts(names) if ready else [names[::-1]]:
                 buckets.append(self._bucket(ranks, own, ready))
         return buckets
+
+    def _reduced_here(self, bucket: Bucket) -> Bucket:
+        """Another program's bucket, reduced as this program wants it: not at all, where
+        ranks that shared a batch then compute all of it now."""
+        ranks = {self.program.gradient_ranks(n, self.comm.rank) for n in bucket.names}
+        assert len(ranks) == 1, "gradients of a bucket are reduced together"
+        [ranks_of_all] = ranks
+        told = bucket.told if len(ranks_of_all) > 1 else frozenset[tuple[int, int]]()
+        return Bucket(ranks_of_all, bucket.flat, bucket.names, told)
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Neighbours of some size each, the same on all ranks of a stage."""

@@ -1,15 +1,17 @@
-"""Parameters that users change after compiling: what a step follows, and what not."""
+"""What users change after compiling: what a step follows, and what not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.capture.unseen import refuse_hooks
 from autopar.passes.errors import AutoparError
-from autopar.passes.program import Program, dtype_name
+from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.runtime.parameters.shards import take_shard
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -63,48 +65,125 @@ def check_trained(program: Program, parameters: Mapping[str, nn.Parameter]) -> N
             )
 
 
-class Originals:
-    """The model's own parameters, of which a step has copies: were they changed since?
+@dataclass(frozen=True)
+class Known:
+    """A tensor of a model, as it was when it was last looked at."""
 
-    coords: of this rank. Keeps none of them alive.
+    tensor: ref[Tensor]
+    version: int
+    place: int
+    trained: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Known:
+        return cls(ref(x), x._version, x.data_ptr(), x.requires_grad)
+
+    def has_values_of(self, x: Tensor) -> bool:
+        """Whether nothing was written into it, and it is no other one."""
+        place = x._version, x.data_ptr()
+        return self.tensor() is x and place == (self.version, self.place)
+
+
+class Originals:
+    """A model, of whose parameters and buffers a step has copies: was it changed since
+    it was compiled?
+
+    coords: of this rank. It keeps none of them alive.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], coords: Mapping[str, int]
+        self, model: nn.Module, program: Program, coords: Mapping[str, int]
     ) -> None:
-        self._coords = coords
-        self._held = {
-            name: (ref(p), p._version, p.data_ptr(), p.requires_grad)
-            for name, p in parameters.items()
-        }
+        self._model, self._program, self._coords = ref(model), program, coords
+        self._known = {name: Known.of(x) for name, x in _tensors(model).items()}
+        self._hooks = _hooks_on_forward(model)
 
-    def check(self, program: Program, copies: Mapping[str, nn.Parameter]) -> None:
-        """Raises ParameterError for a value or flag that the step does not have."""
-        alike = {}
-        for name, copy in copies.items():
-            spec = program.parameters[name]
+    def check(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        trained: bool = False,
+    ) -> None:
+        """Raises AutoparError for a value, flag or hook that the step does not have.
+
+        parameters, buffers: that it has. trained: since it was compiled.
+        """
+        if (model := self._model()) is None:
+            return
+        refuse_hooks(model)
+        if new := _hooks_on_forward(model) - self._hooks:
+            path, _ = min(new)
+            whose = f"the module '{path}'" if path else "the model"
+            raise ParameterError(
+                f"a hook was put on {whose} after it was compiled, and a step calls "
+                "none",
+                fix="register it before autopar.compile: what it computes is part of "
+                "the program; or let the model return what is to be looked at",
+            )
+        now, same = _tensors(model), {}
+        specs = {**self._program.parameters, **self._program.buffers}
+        for name, copy in {**parameters, **buffers}.items():
+            spec = specs[name]
             source = spec.part.source
-            if source not in self._held:
+            known, x = self._known.get(source), now.get(source)
+            if known is None or not spec.stages or (x is not None and x.is_meta):
                 continue
-            original, version, place, trained = self._held[source]
-            if (p := original()) is None or p.is_meta:
-                continue
-            if p.requires_grad not in (trained, copy.requires_grad):
+            if x is not None and x.requires_grad not in (
+                known.trained,
+                copy.requires_grad,
+            ):
                 raise ParameterError(
                     f"requires_grad of the model's '{source}' was changed after it was "
                     "compiled, and the step has a copy of its own",
-                    fix=f"call requires_grad_({p.requires_grad}) before autopar.compile"
+                    fix=f"call requires_grad_({x.requires_grad}) before autopar.compile"
                     ", or of the step's: dict(step.named_parameters())",
                 )
-            if (p._version, p.data_ptr()) == (version, place):
-                continue
-            now = take_shard(p.detach(), spec, program.mesh, self._coords)
-            if not torch.equal(now.to(copy.device), copy):  # else it was only moved
+            if x is None or not self._is_same(x, known, spec, copy):
                 raise ParameterError(
                     f"the model's '{source}' was changed after it was compiled, and "
                     "the step has a copy of its own",
-                    fix="change it before autopar.compile, or load it anew: "
-                    "step.load_state_dict(model.state_dict())",
+                    fix=_load(source, name in buffers, trained),
                 )
-            alike[source] = original, p._version, p.data_ptr(), trained
-        self._held |= alike
+            same[source] = replace(Known.of(x), trained=known.trained)
+        self._known |= same
+
+    def _is_same(
+        self, x: Tensor, known: Known, spec: ParameterSpec, copy: Tensor
+    ) -> bool:
+        """Whether it has the values that it had, or those that the step has now: it
+        was moved, or given what was trained."""
+        if known.has_values_of(x):
+            return True
+        if tuple(x.shape) != spec.part.shape:
+            return False
+        own = take_shard(x.detach(), spec, self._program.mesh, self._coords)
+        return torch.equal(own.to(copy.device), copy)
+
+
+def _load(source: str, is_buffer: bool, trained: bool) -> str:
+    if not trained:
+        return (
+            "change it before autopar.compile, or load it anew: "
+            "step.load_state_dict(model.state_dict())"
+        )
+    if is_buffer:
+        return (
+            "load it into the step: "
+            f"step.load_state_dict({{**step.state_dict(), '{source}': x}})"
+        )
+    return "change those of the step, which are trained: step.named_parameters()"
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _hooks_on_forward(model: nn.Module) -> set[tuple[str, int]]:
+    """A module's path and the number of a hook on it, for each."""
+    return {
+        (path, number)
+        for path, module in model.named_modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for number in hooks
+    }

@@ -1,0 +1,176 @@
+"""A model that is changed after it was compiled is told of: its parameters, buffers and
+hooks, of which a step has what there was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plans import small_model
+from test_agreement import batch_of
+from test_updates import plain_model
+from torch import Tensor, nn
+
+import autopar
+from autopar.passes.errors import AutoparError
+from autopar.step import Step
+
+
+class Pruned(nn.Module):
+    """A linear layer with a mask, and a buffer that forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.act = nn.GELU()
+        self.register_buffer("mask", torch.ones(4, 4))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.linear.weight * self.mask, self.linear.bias)
+        return self.act(y).square().mean()
+
+
+X = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
+
+
+def pruned() -> tuple[Pruned, Step]:
+    torch.manual_seed(0)
+    model = Pruned()
+    return model, autopar.compile(model, "", example_inputs=X)
+
+
+def test_a_model_that_is_changed_after_compiling_is_told_of() -> None:
+    model = plain_model()
+    step = autopar.compile(model, "", example_inputs=batch_of(0))
+    other = small_model()
+    for p in other.parameters():
+        p.data.mul_(0.5)
+    model.load_state_dict(other.state_dict())
+    with pytest.raises(AutoparError, match=r"step\.load_state_dict\(model\.state_dict"):
+        step(**batch_of(0))
+    step.load_state_dict(model.state_dict())
+    model.get_parameter("norm.weight").requires_grad_(False)
+    with pytest.raises(AutoparError, match=r"requires_grad of the model's 'norm\."):
+        step(**batch_of(0))
+    dict(step.named_parameters())["norm.weight"].requires_grad_(False)
+    for p in model.parameters():
+        p.data = p.data.clone()  # as when it is moved to another device
+    want = model(**batch_of(0))[1].item()
+    assert step(**batch_of(0)).item() == pytest.approx(want, rel=1e-5)
+    with torch.no_grad():  # from now on it may be trained beside
+        model.get_parameter("norm.bias").add_(1.0)
+    step(**batch_of(0))
+
+
+def test_a_model_that_is_changed_while_a_step_trains_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As by what normalises its weights after each update. That it is given what was
+    trained, to sample with, is no change."""
+    model, batch = plain_model(), batch_of(0)
+    step = autopar.compile(model, "", example_inputs=batch)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    for _ in range(3):
+        step(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(step.state_dict())
+    assert "copy of its own" not in caplog.text
+    for _ in range(3):
+        model.get_parameter("norm.weight").detach().mul_(0.5)
+        step(**batch)
+    told = [r for r in caplog.records if "copy of its own" in r.getMessage()]
+    assert len(told) == 1
+    assert "the model's 'norm.weight' was changed after" in told[0].getMessage()
+
+
+def write(model: Pruned) -> None:
+    model.mask[:2] = 0
+
+
+def replace(model: Pruned) -> None:
+    model.mask = model.mask * 0.5
+
+
+def another_layer(model: Pruned) -> None:
+    model.linear = nn.Linear(4, 4)
+
+
+CHANGES: list[tuple[Callable[[Pruned], Any], str]] = [
+    (write, "the model's 'mask' was changed"),
+    (replace, "the model's 'mask' was changed"),
+    (another_layer, r"the model's 'linear\.\w+' was changed"),
+    (
+        lambda m: m.act.register_forward_hook(print),
+        "put on the module 'act' after",
+    ),
+    (lambda m: m.register_forward_pre_hook(print), "put on the model after"),
+    (
+        lambda m: m.linear.weight.register_hook(torch.neg),
+        r"'linear\.weight' has a hook on its gradient",
+    ),
+    (
+        lambda m: m.act.register_full_backward_hook(print),
+        r"'act' \(GELU\) has a hook on its backward",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES)
+def test_before_the_first_step_a_change_is_refused(change, says) -> None:
+    model, step = pruned()
+    change(model)
+    with pytest.raises(AutoparError, match=says):
+        step(**X)
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES)
+def test_later_a_change_is_told_of(change, says, caplog) -> None:
+    model, step = pruned()
+    step(**X)
+    change(model)
+    for _ in range(3):
+        step(**X)
+    texts = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    [told] = [text for text in texts if "goes on as it was compiled" in text]
+    assert re.search(says, told)
+
+
+def test_what_is_advised_gives_a_step_a_buffer() -> None:
+    model, step = pruned()
+    step(**X)
+    model.mask[:2] = 0
+    step.load_state_dict({**step.state_dict(), "mask": model.mask})
+    assert step(**X).item() == pytest.approx(model(**X).item())
+
+
+def test_a_buffer_that_forward_does_not_read_may_change(caplog) -> None:
+    model, step = pruned()
+    step(**X)
+    model.seen += 1
+    step(**X)
+    assert "changed" not in caplog.text
+
+
+MODULES: list[tuple[Callable[[Pruned], Any], str]] = [
+    (lambda m: setattr(m, "act", nn.ReLU()), "'act' was a GELU .* is a ReLU now"),
+    (lambda m: setattr(m, "act", nn.Identity()), "is a Identity now"),
+    (lambda m: m.act.eval(), r"'act\.training' was True .* and is False now"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), MODULES)
+def test_a_module_that_computes_otherwise_is_refused(change, says) -> None:
+    model, step = pruned()
+    step(**X)
+    step(**X)
+    model.eval()  # as a whole it may be in any mode
+    step(**X)
+    model.train()
+    change(model)
+    with pytest.raises(AutoparError, match=says):
+        step(**X)
