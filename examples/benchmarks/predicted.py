@@ -5,7 +5,7 @@
 
 Measures this machine as `autopar profile` does, predicts seconds and bytes of varied
 plans (`predicted_plans.py`) the way the planner does, and runs them under gloo, one
-thread a rank: all plans of a number of ranks in the same processes, a step each in
+thread a rank: all plans of a number of ranks in the same processes, a few steps each in
 turn. Bytes are of live tensors, of the rank that has the most.
 
 How fast a machine is that others share changes within minutes. So the same processes

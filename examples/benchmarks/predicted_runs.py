@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from examples.benchmarks.live_bytes import peak_bytes
 
 WAIT = timedelta(minutes=3)  # of a rank for another one
 MESSAGES = 4.0  # seconds of a round that messages are measured for
+STEPS = 3  # of a plan, in a round
 TOLERANCE = 1e-3  # of a loss, fp32 sums in another order, after some updates
 
 
@@ -85,14 +87,17 @@ def prepare(job: Job) -> tuple[Trainer, int]:
 
 
 def timed(trainer: Trainer) -> tuple[float, float]:
-    """Seconds of a step after another of the same plan, from when all ranks are there
-    until the last is done; its loss."""
-    trainer()
-    dist.barrier()
-    begin = time.perf_counter()
+    """Seconds of the median step after another of the same plan, from when all ranks
+    are there until the last is done; the last one's loss."""
     loss = trainer()
-    dist.barrier()
-    return time.perf_counter() - begin, float(loss)
+    seconds = []
+    for _ in range(STEPS):
+        dist.barrier()
+        begin = time.perf_counter()
+        loss = trainer()
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds), float(loss)
 
 
 def measure_machine(jobs: list[Job]) -> Profile:
@@ -107,8 +112,8 @@ def measure_machine(jobs: list[Job]) -> Profile:
 
 
 def measure(jobs: list[Job], profiles: list[Path]) -> list[Measured]:
-    """The machine and then all plans, a step each in turn, so that a slow minute weighs
-    on all."""
+    """The machine and then all plans, a few steps each in turn, so that a slow minute
+    weighs on all."""
     trainers, peaks = [], []
     for job in jobs:
         trainer, peak = prepare(job)

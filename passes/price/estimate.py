@@ -27,6 +27,7 @@ from ..price.stage_seconds import (
     StageSeconds,
     exposed,
     neighbour,
+    shares_cores,
     stage_seconds,
 )
 from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
@@ -123,8 +124,10 @@ def step_parts(
                 waited = exposed(moving, spent, max(1.0, blocks), cluster)
                 terms.update({t: s * waited / moving for t, s in own.items()})
         meet = {e.axes for e in (*step.beside, *account.pending) if e.bytes}
+        if shares_cores(cluster):
+            meet = set()
         for axes in sorted(meet - {e.axes for e in account.backward.exchanges}):
-            if late := cluster.link(mesh, axes).skew(crowded * backward):
+            if late := cluster.link(mesh, axes).skew(backward):
                 terms[f"{SKEW} {','.join(axes)}"] = late
     terms["optimizer"] = crowded * update_seconds(account, cluster.device)
     return dict(terms)
