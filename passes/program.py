@@ -21,7 +21,7 @@ from .schedule.footprint import Communication, Footprint
 from .schedule.memory import RankMemory
 from .schedule.schedule import Schedule
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)

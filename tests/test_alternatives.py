@@ -40,7 +40,7 @@ def labelled(method: str = "gather", **options) -> AxisShardings:
     account, link = prices.stage(True, 4, True), CLUSTER.link(plan.mesh, ("cp",))
     labels = chosen.by_axis["cp"]
     assert labels.communication == pytest.approx(seconds_of(account, "cp", link))
-    held = 4 * account.held.parameters + account.saved
+    held = 4 * account.held.parameters + account.residuals
     assert labels.memory == pytest.approx(held, rel=0.001)
     return labels
 

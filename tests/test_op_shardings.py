@@ -177,7 +177,7 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
     assert labelling.communication == pytest.approx(
         seconds_of(account, "tp", link), rel=1e-9
     )
-    held = 4 * account.held.parameters + account.saved
+    held = 4 * account.held.parameters + account.residuals
     assert labelling.memory == pytest.approx(held, rel=0.01)
     assert labelling.memory <= limit
 

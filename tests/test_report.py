@@ -107,7 +107,7 @@ def test_ops_add_up_to_what_the_program_sends_and_keeps(mesh: str, zero: int) ->
         assert found == expected
         kept = sum(r["bytes"] for r in module["residuals"])
         # A rank's share of the mask of labels may keep the whole alive, or be a copy.
-        assert 0 <= program.stages[index].footprint.saved - kept <= MASK
+        assert 0 <= program.stages[index].footprint.residuals - kept <= MASK
 
 
 def test_a_cell_has_dims_shapes_and_its_line(folder: Path) -> None:

@@ -111,7 +111,7 @@ def _activations(program: Program, stage: int) -> int:
     """
     rank = program.schedule.stage_to_rank[stage]
     own = [a for a in program.schedule.ranks[rank] if a.stage == stage]
-    return program.stages[stage].footprint.most(peak_in_flight(own))
+    return program.stages[stage].footprint.peak(peak_in_flight(own))
 
 
 def _sends(program: Program, stage: int) -> Messages:

@@ -282,7 +282,7 @@ def choose_op_shardings(
     ranks = plan.mesh.pipeline_ranks
     own = plan.memory or cluster.device.memory
     whole = ranks * (own if limit is None else limit)
-    saved = find_saved(named, plan)
+    residuals = find_residuals(named, plan)
     chosen: dict[str, AxisShardings] = {}
     done: list[Mapping[str, AxisShardings]] = []
     here = there = replace(plan, op_shardings={})
@@ -294,7 +294,7 @@ def choose_op_shardings(
                 axis,
                 cluster.device.running(plan.tf32, plan.backend),
                 cluster.link(plan.mesh, (axis,)),
-                saved,
+                residuals,
                 min(plan.microbatches, ranks),
                 decided,
             )
@@ -311,7 +311,7 @@ def _with(plan: Plan, axis: str, own: Mapping[str, str | None]) -> Plan:
     return replace(plan, op_shardings={**plan.op_shardings, axis: dict(own)})
 
 
-def find_saved(named: Named, plan: Plan) -> dict[str, str]:
+def find_residuals(named: Named, plan: Plan) -> dict[str, str]:
     """What one device would keep from forward to backward: each value, and what
     it is a view of, with that whose storage these show."""
     # What `auto` computes again is decided later, for what op shardings leave.

@@ -25,7 +25,7 @@ from ..schedule.choose_schedule import (
     splits_backward,
 )
 from ..schedule.fit_schedule import on_paper
-from ..schedule.footprint import footprint, peak_bytes, saved_by_layer
+from ..schedule.footprint import footprint, peak_bytes, residuals_by_layer
 from ..schedule.memory import OutOfMemory, RankMemory, out_of_memory
 from ..schedule.pareto_front import Option, pareto_front
 from ..schedule.schedule import Schedule, ScheduleError
@@ -171,12 +171,12 @@ class _Search:
         actions = schedule.ranks[schedule.stage_to_rank[stage.index]]
         flying = peak_in_flight(a for a in actions if a.stage == stage.index)
         tried = [self.uniform(stage, policy) for policy in RECOMPUTE]
-        saved = [saved_by_layer(local) for local in tried]
+        residuals = [residuals_by_layer(local) for local in tried]
         spent = [again_by_layer(x, self.plan, self.cluster) for x in tried]
         return [
             [
                 Option(seconds.get(layer, 0.0), flying * size.get(layer, 0))
-                for seconds, size in zip(spent, saved, strict=True)
+                for seconds, size in zip(spent, residuals, strict=True)
             ]
             for layer in stage.layers
         ]
