@@ -21,7 +21,7 @@ from .schedule.footprint import Communication, Footprint
 from .schedule.memory import RankMemory
 from .schedule.schedule import Schedule
 
-FORMAT = 7
+FORMAT = 6
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from autopar.read_file import read_text
 from autopar.terminal import command
 from autopar.version import VERSION
 
-FORMAT = 3  # another one where program.json has other keys
+FORMAT = 2  # another one where program.json has other keys
 COMPILED = "compiled"
 AGAIN = "compile it again"
 MANIFEST, PLAN, PROGRAM = "manifest.json", "plan.json", "program.json"

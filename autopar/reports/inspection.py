@@ -19,8 +19,8 @@ from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.footprint import Communication
 from autopar.passes.schedule.simulate_schedule import Timeline, grid
-from autopar.reports.label_table import label_table
 from autopar.reports.memory_table import memory_table
+from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern
 from autopar.reports.sharing import share_table, shares
 from autopar.reports.tables import Table, ranges
@@ -256,7 +256,7 @@ def report(program: Program, every: bool = False) -> str:
         *map(str, tables),
         *([str(share_table(program))] if program.plan.zero else ()),
         str(memory_table(program)),
-        *([str(label_table(program.plan))] if program.plan.op_shardings else ()),
+        *([str(op_sharding_table(program.plan))] if program.plan.op_shardings else ()),
         schedule_text(program),
         str(communication_table(program)),
         proof_text(program),

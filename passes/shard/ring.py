@@ -54,8 +54,8 @@ def check_rings(
             if node.op != "autopar.attention":
                 continue
             count += 1
-            own_label = (node.results[0].name, axis) in preferred
-            if not own_label and alternative_of(node, chosen[axis]) is None:
+            is_planned = (node.results[0].name, axis) in preferred
+            if not is_planned and alternative_of(node, chosen[axis]) is None:
                 raise _refusal(axis, str(node), str(node.location))
         if not count:
             raise _not_fused(axis, graph)

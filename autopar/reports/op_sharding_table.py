@@ -10,8 +10,8 @@ from autopar.reports.tables import Table
 OPS = 44  # letters of a line of ops
 
 
-def label_table(plan: Plan) -> Table:
-    """Each axis and module: the ops whose label is the same, and what is split."""
+def op_sharding_table(plan: Plan) -> Table:
+    """Each axis and module: the ops that are sharded alike, and what is split."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for axis, own in plan.op_shardings.items():
         for name, dim in own.items():
