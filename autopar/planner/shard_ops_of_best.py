@@ -1,4 +1,4 @@
-"""Op shardings for the best plans that a search found: where they gain, the plan has them.
+"""Op shardings for the best plans that a search found: where they gain, it has them.
 
 A search prices an axis as its template splits (Megatron's, for tp). For the best plans
 the shardings of all ops are then decided exactly, by

@@ -17,7 +17,7 @@ from autopar.passes.mesh import PIPELINE
 from autopar.passes.price.estimate import run_schedule
 from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
-from autopar.passes.schedule.footprint import Communication
+from autopar.passes.schedule.footprint import COMMUNICATION_PARTS, Communication
 from autopar.passes.schedule.simulate_schedule import Timeline, grid
 from autopar.reports.memory_table import memory_table
 from autopar.reports.op_sharding_table import op_sharding_table
@@ -29,7 +29,6 @@ from autopar.runtime.parameters.shards import local_shape
 from autopar.terminal import width, wrap
 from autopar.units import count, seconds, size
 
-COMMUNICATION_PARTS = ("forward", "backward", "step")
 LEGEND = "F forward, B backward (drawn as two forwards), . idle"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import fill
 
 from autopar.passes.plan import Plan
+from autopar.passes.shard.plan_shardings import OpName
 from autopar.reports.tables import Table
 
 OPS = 44  # letters of a line of ops
@@ -15,9 +16,9 @@ def op_sharding_table(plan: Plan) -> Table:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for axis, own in plan.op_shardings.items():
         for name, dim in own.items():
-            module, _, op = name.partition(":")
-            key = (axis, module or "(outside of modules)", dim or "whole")
-            rows.setdefault(key, []).append(op)
+            named = OpName.parse(name)
+            key = (axis, named.module or "(outside of modules)", dim or "whole")
+            rows.setdefault(key, []).append(named.op)
     return Table(
         "op shardings: what an axis splits of an op",
         ("axis", "module", "ops", "splits"),

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..cost import Amounts, Exchanges
-from ..schedule.footprint import Footprint, peak_bytes
+from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, peak_bytes
 from ..schedule.schedule import Schedule
 from ..stage.blocks import BlockMessages
 
-FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 # AdamW keeps two values for each one that it trains, in the parameter's own type.
 OPTIMIZER_STATES = 2
 

@@ -27,6 +27,9 @@ from ..stage.local_stage import LocalStage
 from ..stage.reuse import find_owners
 from ..stage.storages import Storages, storages
 
+# Parts of a microbatch, where the weights' half of a backward is one; of messages.
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+COMMUNICATION_PARTS = (FORWARD, BACKWARD, "step")  # of `Communication`
 RECEIVES = [KINDS[Kind.RECV_F], KINDS[Kind.RECV_B]]
 
 

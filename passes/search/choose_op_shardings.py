@@ -98,7 +98,7 @@ class Axis:
 
     def best(self, byte: float = 0.0) -> AxisShardings:
         """The op shardings that cost least, with a byte worth so many seconds."""
-        return self._account(self._chosen(byte))
+        return self._shardings_of(self._chosen(byte))
 
     def _chosen(self, byte: float = 0.0) -> Chosen:
         tables = [amounts.weigh(byte) for amounts in self.costs.tables]
@@ -108,7 +108,7 @@ class Axis:
         """The fastest that need no more bytes, as far as prices tell."""
         choices = self._chosen()
         if self._memory(choices) <= limit:
-            return self._account(choices)
+            return self._shardings_of(choices)
         low, high = CHEAPEST, DEAREST
         choices = self._chosen(high)
         if (memory := self._memory(choices)) > limit:
@@ -124,7 +124,7 @@ class Axis:
                 choices, high = tried, price
             else:
                 low = price
-        return self._account(choices)
+        return self._shardings_of(choices)
 
     @cached_property
     def ties(self) -> list[Table]:
@@ -188,7 +188,7 @@ class Axis:
 
     # --- the answer -----------------------------------------------------------------
 
-    def _account(self, chosen: Chosen) -> AxisShardings:
+    def _shardings_of(self, chosen: Chosen) -> AxisShardings:
         block, op_shardings = self.block, {}
         of_graph = self._texts({**chosen.choices, **(chosen.copies or [{}])[0]})
         if block is None:

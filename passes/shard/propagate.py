@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..dims.name_dims import Dim, Factor, Named
 from ..dims.origins import Origin, find_differentiable
-from ..graph import Graph, InvalidGraph, Node, Value
+from ..graph import Graph, InvalidGraph, Node, Value, bare
 from ..mesh import TIME
 from ..ops.experts import WEIGHT
 from ..ops.linearity import is_jointly_linear
@@ -238,7 +238,7 @@ class _Propagation:
         op_shardings: Mapping[str, OpSharding],
         node: Node,
     ) -> Factor | None:
-        order, op = self.rank[axis], node.op.split(".")[1]
+        order, op = self.rank[axis], bare(node.op)
         others = alternative_factors(node, factors, self.allowed, op_shardings)
         choices = [
             *((only, f) for f in factors for only in ("", op, WEIGHTS)),

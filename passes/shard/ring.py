@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import ShardingConflict
-from ..graph import Graph
+from ..graph import Graph, bare
 from ..ops.attention import RING
 from ..plan import Plan
 from ..shard.alternatives import alternative_of
@@ -84,7 +84,7 @@ def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
     for node in graph.nodes:
         if made & {v.name for v in node.operands}:
             dropped = dropped or node.op == "autopar.dropout"
-            if node.op.partition(".")[2].startswith(("masked_fill", "_to_copy", "to.")):
+            if bare(node.op) in ("masked_fill", "masked_fill_", "_to_copy", "to"):
                 made |= {v.name for v in node.results}
     without = " with dropout_p=0.0" if dropped else ""
     return ShardingConflict(
