@@ -67,4 +67,4 @@ def room_needed(program: Program) -> int:
     ranks = [n for axis, n in plan.mesh.axes if "batch" in AXES[axis].splits]
     microbatches = plan.microbatches * prod(ranks)
     # At least: a rank's microbatch is split by other axes too, and recomputed.
-    return microbatches * sum(stage.footprint.saved for stage in program.stages)
+    return microbatches * sum(stage.footprint.residuals for stage in program.stages)

@@ -20,7 +20,8 @@
                overlap                       parameters' collectives beside computing
                reuse                         results written over what nobody reads
                emit                text      readable Python
-    schedule   choose_schedule     Schedule  the one named, or one made for the costs
+    schedule   choose_schedule     Schedule  the one named, or one made for the costs;
+                                             `schedule_stages` prices all stages for it
     pipeline                       Program   all of these in turn: `emit_modules` those
                                              of each stage and kind of rank, `assemble`
                                              what ranks need to know beside the texts
@@ -30,7 +31,8 @@ What to compile is found beside it:
     price      price, estimate     Estimate  seconds and bytes of a plan, on paper
     search     search              Ranking   the best plans; what each op splits best
                choose_recompute    Staged    what is computed again, to fit into memory
-    proof      differs             Difference  of a large text from its small one, which
+    proof      find_input_ranges   InputRange  what integers of a batch may be
+               differs             Difference  of a large text from its small one, which
                                              is run beside the model
 
 A folder imports those above it, never one below. All stand on the types that flow:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .graph import Graph, Location, Node, Value
+from .graph import Graph, Location, Node, Value, bare
 
 
 def unused(stem: str, taken: Collection[str]) -> str:
@@ -60,7 +60,7 @@ class Builder:
         name: str | None = None,
     ) -> Value:
         """Append a node with one result, and return the result."""
-        wanted = name or op.split(".")[1]
+        wanted = name or bare(op)
         out = self.value(wanted, shape, dtype)
         self.nodes.append(Node(op, args, {}, (out,), where))
         return out

@@ -24,7 +24,14 @@ from .ranges import shown
 ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 AGAIN = "write it again with this version of autopar"
 # What was written by another name once -> what it is called now.
-FORMER = {"labels": "op_shardings", "notes": "remarks", "waits": "exposed"}
+FORMER = {
+    "labels": "op_shardings",
+    "labelled": "has_op_shardings",
+    "notes": "remarks",
+    "waits": "exposed",
+    "saved": "residuals",
+    "weight_saved": "weight_residuals",
+}
 SIMPLE = {
     int: "a whole number",
     float: "a number",

@@ -92,6 +92,12 @@ def without_overload(op: str) -> str:
     return op.rpartition(".")[0] if op.count(".") > 1 else op
 
 
+@cache
+def bare(op: str) -> str:
+    """`aten.add_.Tensor` -> `add_`, `autopar.attention` -> `attention`."""
+    return op.split(".")[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where a node comes from: module path and line of the user's source."""
@@ -363,7 +369,7 @@ def show(arg: Any) -> str:
 
 def short(op: str) -> str:
     """`aten.add.Tensor` -> `add`; our own ops stay as they are."""
-    return op.split(".")[1] if op.startswith("aten.") else op
+    return bare(op) if op.startswith("aten.") else op
 
 
 @cache

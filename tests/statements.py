@@ -71,7 +71,7 @@ class _Reader:
         self.given: dict[str, Dims] = {}
         self.returned: dict[str, Dims] = {}
         self.rows: dict[str, Dims] = {}
-        self.saved: list[str] = []
+        self.residuals: list[str] = []
 
     def places(self) -> Iterator[Place]:
         first = min(f.lineno for f in self.functions.values())
@@ -142,7 +142,7 @@ class _Reader:
             self.returned[function] = self.of(returned(statement))
             for part in returned(statement):
                 if isinstance(part, ast.List):
-                    self.saved = [ast.unparse(x) for x in part.elts]
+                    self.residuals = [ast.unparse(x) for x in part.elts]
                     self.rows["saved"] = self.of(part.elts)
         if isinstance(statement, ast.AugAssign) and isinstance(
             statement.value, ast.List
@@ -159,7 +159,7 @@ class _Reader:
             return
         names, own = self.results(statement)
         if ast.unparse(value) == "saved":
-            for name, source in zip(names, self.saved, strict=False):
+            for name, source in zip(names, self.residuals, strict=False):
                 self.rows[name] = self.rows.get(source, [])
         for name in names:
             self.dims.pop(name, None)

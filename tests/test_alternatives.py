@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from labels import CLUSTER, seconds_of
 from models import mixture, plain_gpt
+from op_shardings import CLUSTER, seconds_of
 
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
@@ -16,7 +16,7 @@ from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
 from autopar.passes.price.price_layers import price_layers
 from autopar.passes.search.choose_op_shardings import AxisShardings, ShardingsDoNotFit
 from autopar.passes.shard.plan_shardings import name_ops
-from autopar.planner.planner import ShortModel, capture_short, label_plan
+from autopar.planner.planner import ShortModel, capture_short, shard_ops
 from autopar.planner.request import PlanRequest
 from examples.gpt import GPT, Config
 
@@ -32,29 +32,29 @@ def long_sequence() -> ShortModel:
     return capture_short(model, {"ids": ids, "labels": ids.clone()})
 
 
-def labelled(method: str = "gather", **options) -> AxisShardings:
-    """The labels of cp; their price is that of the program that they make."""
+def sharded(method: str = "gather", **options) -> AxisShardings:
+    """The op shardings of cp; their price is that of the program that they make."""
     of, plan = long_sequence(), make_plan("cp=8", context_parallel=method)
-    chosen = label_plan(of, plan, CLUSTER, **options)
+    chosen = shard_ops(of, plan, CLUSTER, **options)
     prices = price_layers(of.named, chosen.of_graph, of.starts, CLUSTER.device, False)
     account, link = prices.stage(True, 4, True), CLUSTER.link(plan.mesh, ("cp",))
-    labels = chosen.by_axis["cp"]
-    assert labels.communication == pytest.approx(seconds_of(account, "cp", link))
-    held = 4 * account.held.parameters + account.saved
-    assert labels.memory == pytest.approx(held, rel=0.001)
-    return labels
+    shardings = chosen.by_axis["cp"]
+    assert shardings.communication == pytest.approx(seconds_of(account, "cp", link))
+    held = 4 * account.held.parameters + account.residuals
+    assert shardings.memory == pytest.approx(held, rel=0.001)
+    return shardings
 
 
 def test_keys_are_passed_round_where_all_of_them_do_not_fit() -> None:
-    gathered, ring = labelled(), labelled("ring")
+    gathered, ring = sharded(), sharded("ring")
     assert gathered.op_shardings[ATTENTION] == "seq"
     assert ring.op_shardings[ATTENTION] == "ring:seq"  # as it was demanded
     assert gathered.seconds < ring.seconds and ring.memory < 0.8 * gathered.memory
     less = 0.95 * gathered.memory
-    chosen = labelled(memory=less)
+    chosen = sharded(memory=less)
     assert chosen.op_shardings[ATTENTION] == "ring:seq" and chosen.memory <= less
     with pytest.raises(ShardingsDoNotFit):
-        labelled(memory=less, decided=True)  # keys were to be gathered
+        sharded(memory=less, decided=True)  # keys were to be gathered
 
 
 def test_a_planner_leaves_attention_as_an_option_says() -> None:
@@ -77,18 +77,18 @@ def test_one_attention_is_a_ring_and_another_gathers() -> None:
 def test_of_rings_one_attention_gathers_if_the_plan_says_so() -> None:
     case = plain_gpt(layers=2).double()
     split = {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}
-    labels = {"cp": {"blocks.1.attention:autopar.attention": "seq"}}
-    program = case.compile("cp=3", split=split, op_shardings=labels)
+    shardings = {"cp": {"blocks.1.attention:autopar.attention": "seq"}}
+    program = case.compile("cp=3", split=split, op_shardings=shardings)
     moved = {(c.part, c.kind): c.calls for c in program.communication}
     assert moved["forward", "shift"] == 2 and moved["forward", "all_gather"] == 2
-    case.verify("cp=3", split=split, op_shardings=labels)
+    case.verify("cp=3", split=split, op_shardings=shardings)
 
 
 def test_a_ring_is_no_other_axis_s_too() -> None:
     case = plain_gpt(layers=1)
-    labels = {axis: {ATTENTION: "ring:seq"} for axis in ("cp", "tp")}
+    shardings = {axis: {ATTENTION: "ring:seq"} for axis in ("cp", "tp")}
     with pytest.raises(PlanError, match=r"'ring:seq' of 'tp' asks") as raised:
-        case.compile("cp=2,tp=2", op_shardings=labels)
+        case.compile("cp=2,tp=2", op_shardings=shardings)
     assert "it may be batch, heads, seq, or null" in str(raised.value)
 
 

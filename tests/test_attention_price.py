@@ -11,7 +11,7 @@ from autopar.machine.cluster_file import cluster_from
 from autopar.machine.hardware import DEVICES
 from autopar.passes.cost import flops
 from autopar.passes.graph import Location, Node, Value
-from autopar.passes.price.attention import FORWARD, LENGTHS, attention_share
+from autopar.passes.price.attention import FORWARD_TFLOPS, LENGTHS, attention_share
 from autopar.passes.price.cluster import ClusterError
 from autopar.passes.price.price import node_seconds
 
@@ -27,9 +27,9 @@ def attention(
     return Node("autopar.attention", args, {}, (out,), Location())
 
 
-@pytest.mark.parametrize(("width", "causal"), FORWARD)
+@pytest.mark.parametrize(("width", "causal"), FORWARD_TFLOPS)
 def test_an_h100_takes_what_is_published(width: int, causal: bool) -> None:
-    for length, speed in zip(LENGTHS, FORWARD[width, causal], strict=True):
+    for length, speed in zip(LENGTHS, FORWARD_TFLOPS[width, causal], strict=True):
         node = attention(length, width, causal)
         device = replace(DEVICES["H100"], launch=0.0, bytes_per_second=1e18)
         work = flops(node) / (2 if causal else 1)

@@ -77,7 +77,7 @@ def test_memory_is_counted_in_the_dtypes_that_it_has():
     low, whole = (case.compile("tp=1", precision=p) for p in ("bf16", "model"))
     assert low.stages[0].footprint.step == 2 * (everything - exact)  # the copies
     assert whole.stages[0].footprint.step == 0
-    saved = [p.stages[0].footprint.saved for p in (low, whole)]
+    saved = [p.stages[0].footprint.residuals for p in (low, whole)]
     assert 0.5 < saved[0] / saved[1] < 0.9  # the residual stream stays float32
 
 
@@ -119,4 +119,4 @@ def test_the_footprint_is_what_a_step_keeps(zero):
     sizes = [prod(int(n) for n in re.findall(r"\d+", shape)) for shape in entries]
     assert bool(sizes) == (zero == 1)
     assert program.stages[0].footprint.step == once + 4 * sum(sizes)
-    assert program.stages[0].footprint.saved == kept
+    assert program.stages[0].footprint.residuals == kept

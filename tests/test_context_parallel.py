@@ -139,7 +139,7 @@ def test_activations_of_a_layer_fall_with_the_ranks(method) -> None:
             plain_gpt(layers=n, seq=64).compile(f"cp={ranks}", **options(method))
             for n in (4, 3)
         )
-        saved = (p.stages[0].footprint.saved for p in (four, three))
+        saved = (p.stages[0].footprint.residuals for p in (four, three))
         return next(saved) - next(saved)
 
     whole, gathers = layer(1), method.startswith("gather")

@@ -103,7 +103,7 @@ def same_by_all(
         assert stage.total == pytest.approx(planned.total, rel=1.5 * seconds), told
         if not shares:
             assert stage.waited == pytest.approx(planned.waited, rel=1e-6), told
-            for kept in ("saved", "weight_saved", "sent", "received"):
+            for kept in ("residuals", "weight_residuals", "sent", "received"):
                 found = getattr(stage.footprint, kept)
                 assert found == getattr(planned.footprint, kept), told
     for stage, took in zip(program.stages, compiled.stages, strict=True):

@@ -40,7 +40,7 @@ def check_evaluation(build, mesh: str, **options) -> None:
         executor = on_rank(program, comm, case.model)
         first = executor.evaluate(case.batch)
         assert all(p.grad is None for p in executor.parameters.values())
-        assert not any(stage.saved for stage in executor.stages.values())
+        assert not any(stage.residuals for stage in executor.stages.values())
         trained = executor.step(case.batch)
         again = executor.evaluate(case.batch)
         return first.item(), trained.item(), again.item()

@@ -23,9 +23,9 @@ from autopar.passes.dims.name_dims import Dims
 from autopar.passes.dims.probe import holds
 from autopar.passes.graph import OWN, Node, Value
 from autopar.passes.mesh import AXES, Axis, Mesh
-from autopar.passes.ops.op import OPS, Cotangents, Op, Place
+from autopar.passes.ops.cotangents import Cotangents
+from autopar.passes.ops.op import OPS, Op, OutCotangents, Place
 from autopar.passes.ops.rules import equation, is_pointwise
-from autopar.passes.ops.tape import Tape
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.make_schedule import (
@@ -153,7 +153,7 @@ def test_a_recomputation_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def saved(recompute: str) -> int:
         program = cut_gpt().compile("tp=2", recompute=recompute)
-        return program.stages[0].footprint.saved
+        return program.stages[0].footprint.residuals
 
     cut_gpt().verify("tp=2", recompute="elementwise")
     assert saved("full") < saved("elementwise") < saved("none")
@@ -174,9 +174,11 @@ def running_sum(
     return own + others
 
 
-def d_running_sum(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def d_running_sum(
+    cts: Cotangents, node: Node, dys: OutCotangents
+) -> list[Value | None]:
     x, axes, dim, back = node.args
-    return [tape.emit(node.op, x, node, dys[0], axes, dim, not back)]
+    return [cts.emit(node.op, x, node, dys[0], axes, dim, not back)]
 
 
 def over_ranks(at: Place, node: Node, local: Node) -> Node:

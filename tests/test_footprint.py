@@ -65,10 +65,10 @@ def test_activation_bytes_are_those_of_a_run() -> None:
     for index, stage in enumerate(program.stages):
         predicted = stage.footprint
         forward, saved = measured[index, "forward"]
-        assert saved == pytest.approx(predicted.saved, rel=0.05)
+        assert saved == pytest.approx(predicted.residuals, rel=0.05)
         assert forward == pytest.approx(predicted.forward_peak, rel=0.05)
         backward, _ = measured[index, "backward"]
-        before = predicted.saved + (HIDDEN if index == 0 else 0)
+        before = predicted.residuals + (HIDDEN if index == 0 else 0)
         assert backward == pytest.approx(predicted.backward_peak - before, rel=0.15)
 
 
@@ -81,11 +81,13 @@ def test_activation_bytes_in_halves_are_those_of_a_run() -> None:
         _, saved = measured[index, "forward"]
         input_half, change = measured[index, "backward_input"]
         weight_half, _ = measured[index, "backward_weight"]
-        assert saved == pytest.approx(predicted.saved, rel=0.05)
+        assert saved == pytest.approx(predicted.residuals, rel=0.05)
         assert saved + cotangent + change - sent == pytest.approx(
-            predicted.weight_saved, rel=0.05
+            predicted.weight_residuals, rel=0.05
         )
-        most = max(saved + cotangent + input_half, predicted.weight_saved + weight_half)
+        most = max(
+            saved + cotangent + input_half, predicted.weight_residuals + weight_half
+        )
         assert most == pytest.approx(predicted.backward_peak, rel=0.15)
 
 
@@ -157,5 +159,5 @@ def keep_arguments(module: ModuleType, name: str) -> list[Any]:
 def test_bytes_with_parameters_shared_out_are_those_of_a_run() -> None:
     for forward, backward, predicted in run_ranks(measure_shared_out, 2):
         assert forward == pytest.approx(predicted.forward_peak, rel=0.01)
-        above = predicted.backward_peak - predicted.saved
+        above = predicted.backward_peak - predicted.residuals
         assert backward == pytest.approx(above, rel=0.01)

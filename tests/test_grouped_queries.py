@@ -31,9 +31,9 @@ from autopar.planner.planner import (
     ShortModel,
     capture_short,
     find_plans,
-    label_plan,
     make_space,
     plan_of,
+    shard_ops,
 )
 from autopar.planner.request import PlanRequest
 from autopar.runtime.comm.comm import Comm
@@ -281,10 +281,10 @@ def test_the_planner_prices_what_is_compiled() -> None:
 
 @pytest.mark.slow
 def test_labels_are_found_for_both_axes() -> None:
-    labelled = label_plan(grouped(), make_plan("tp=4"), CLUSTER)
-    assert set(labelled.plan.op_shardings) == {"tp", "qp"}
+    sharded = shard_ops(grouped(), make_plan("tp=4"), CLUSTER)
+    assert set(sharded.plan.op_shardings) == {"tp", "qp"}
     case = llama(layers=4).double()
-    verify(compile_program(case.trace(), labelled.plan, PLAIN), *case).check()
+    verify(compile_program(case.trace(), sharded.plan, PLAIN), *case).check()
 
 
 def test_a_part_of_a_mesh_has_no_axis_that_shares_keys() -> None:

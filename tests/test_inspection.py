@@ -153,7 +153,9 @@ def test_activations_grow_with_what_is_in_flight() -> None:
     stages = report_data(small_program(microbatches=4))["stages"]
     made = [stage.footprint for stage in small_program(microbatches=4).stages]
     peaks = [max(f.forward_peak, f.backward_peak) for f in made]
-    waiting = made[0].saved + made[0].sent  # of one microbatch beside the one that runs
+    waiting = (
+        made[0].residuals + made[0].sent
+    )  # of one microbatch beside the one that runs
     assert stages[0]["activation_bytes"] == peaks[0] + waiting
     assert stages[1]["activation_bytes"] == peaks[1]
 

@@ -211,7 +211,9 @@ def test_accounts_add_up_field_by_field() -> None:
         Exchange("send", ("cp",), 1, 8.0),
         Exchange("send", ("tp",), 2, 6.0),
     )
-    one = Account(PartCost(seconds=2.0, exchanges=(sent,)), held=Held(4.0), saved=1.0)
+    one = Account(
+        PartCost(seconds=2.0, exchanges=(sent,)), held=Held(4.0), residuals=1.0
+    )
     other = Account(PartCost(flops=3.0, exchanges=(gathered, sent)), pending=(sent,))
     both = one.plus(other, 2.0)
     assert both.forward.seconds == 2.0 and both.forward.flops == 6.0
@@ -219,7 +221,11 @@ def test_accounts_add_up_field_by_field() -> None:
         Exchange("send", ("cp",), 3.0, 24.0),
         Exchange("send", ("tp",), 4.0, 12.0),
     )
-    assert both.held == Held(4.0) and both.saved == 1.0 and both.pending[0].calls == 2.0
+    assert (
+        both.held == Held(4.0)
+        and both.residuals == 1.0
+        and both.pending[0].calls == 2.0
+    )
     assert one + one == one * 2 and (one - one).forward.seconds == 0.0
     assert hash(one + one) == hash(one * 2)
     with pytest.raises(AssertionError, match="no such fields"):

@@ -46,7 +46,7 @@ def bytes_of_a_layer(policy: str, mesh: str, **options: Any) -> float:
         case = gpt(layers, dropout=0.1)
         case.model.bfloat16()
         program = case.compile(mesh, recompute=policy, **options)
-        found.append(program.stages[0].footprint.saved)
+        found.append(program.stages[0].footprint.residuals)
     return (found[1] - found[0]) / (SEQ * BATCH * WIDTH)
 
 
@@ -83,7 +83,7 @@ def test_a_layer_saves_what_autograd_saves(precision):
     for layers in (1, 2):
         case = llama(layers)
         program = case.compile("", precision=precision)
-        ours.append(program.stages[0].footprint.saved)
+        ours.append(program.stages[0].footprint.residuals)
         model = case.model if precision == "model" else case.model.bfloat16()
         params = {p.untyped_storage().data_ptr() for p in model.parameters()}
         saved: dict[int, torch.Tensor] = {}

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("files")
     spec = model_file(made)
     save_plan(small_program(), made / "compiled", spec)
-    asked = ["--devices", "2xCPU", "--mesh", "pp=2", "--no-labels"]
+    asked = ["--devices", "2xCPU", "--mesh", "pp=2", "--no-op-shardings"]
     assert main(["plan", spec, *asked, "-o", str(made / "planned")]) == 0
     return made
 

@@ -92,7 +92,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a plan for it that is not compiled, one that is, and a checkpoint."""
     folder = tmp_path_factory.mktemp("odd")
     spec = model_file(folder)
-    asked = ["--devices", "2xCPU", "--mesh", "dp=2", "--zero", "0", "--no-labels"]
+    asked = ["--devices", "2xCPU", "--mesh", "dp=2", "--zero", "0", "--no-op-shardings"]
     assert main(["plan", spec, *asked, "-o", str(folder / "planned")]) == 0
     program = small_program("", 2, prove=True)
     plan = str(save_plan(program, folder / "compiled", spec))

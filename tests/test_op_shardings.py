@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from labels import (
+from models import gpt2, llama, plain_gpt
+from op_shardings import (
     CLUSTER,
     choices_of,
     communication_of,
@@ -22,7 +23,6 @@ from labels import (
     setting_of,
     tp,
 )
-from models import gpt2, llama, plain_gpt
 from plans import model_file
 from processes import run_ranks
 from torch import nn
@@ -47,7 +47,7 @@ from autopar.passes.shard.op_sharding import PASS
 from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from autopar.passes.shard.preference import Preference
 from autopar.passes.shard.propagate import propagate
-from autopar.planner.planner import capture_short, label_plan
+from autopar.planner.planner import capture_short, shard_ops
 from autopar.verify import verify
 
 # --- What labels cost ----------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
 def test_megatron_comes_out_where_parameters_must_be_split() -> None:
     """Tensor (Shoeybi 2019) and sequence parallelism (Korthikanti 2022)."""
     of, plan = large(), tp(8)
-    found = label_plan(of, plan, CLUSTER, memory=9e9)
+    found = shard_ops(of, plan, CLUSTER, memory=9e9)
     labels = found.plan.op_shardings["tp"]
     by_dim = {
         "heads": ("attention.qkv:linear", "attention.qkv:add", "attention.proj:linear",
@@ -160,7 +160,7 @@ def test_megatron_comes_out_where_parameters_must_be_split() -> None:
 
 def test_what_fits_is_data_parallel() -> None:
     of = large(samples=64)
-    found = label_plan(of, tp(8, microbatches=4), CLUSTER).plan.op_shardings["tp"]
+    found = shard_ops(of, tp(8, microbatches=4), CLUSTER).plan.op_shardings["tp"]
     layer = {dim for op, dim in found.items() if op.startswith("blocks.*")}
     assert layer == {"batch"}
 
@@ -168,7 +168,7 @@ def test_what_fits_is_data_parallel() -> None:
 @pytest.mark.parametrize("limit", [80e9, 9e9, 7e9])
 def test_the_price_is_that_of_the_program(limit: float) -> None:
     of, plan = large(), tp(8)
-    found = label_plan(of, plan, CLUSTER, memory=limit)
+    found = shard_ops(of, plan, CLUSTER, memory=limit)
     account = price_layers(
         of.named, found.of_graph, of.starts, CLUSTER.device, False
     ).stage(True, 24, True)
@@ -177,7 +177,7 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
     assert labelling.communication == pytest.approx(
         seconds_of(account, "tp", link), rel=1e-9
     )
-    held = 4 * account.held.parameters + account.saved
+    held = 4 * account.held.parameters + account.residuals
     assert labelling.memory == pytest.approx(held, rel=0.01)
     assert labelling.memory <= limit
 
@@ -186,14 +186,14 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
 def test_less_memory_takes_longer_until_nothing_fits() -> None:
     limits = (80e9, 9.9e9, 9e9, 7e9)
     took = [
-        label_plan(large(), tp(8), CLUSTER, memory=limit).by_axis["tp"].seconds
+        shard_ops(large(), tp(8), CLUSTER, memory=limit).by_axis["tp"].seconds
         for limit in limits
     ]
     assert took == sorted(took) and took[0] < took[-1]
     with pytest.raises(ShardingsDoNotFit, match="and has 1 GB"):
-        label_plan(large(), tp(8), CLUSTER, memory=1e9)
+        shard_ops(large(), tp(8), CLUSTER, memory=1e9)
     with pytest.raises(PlanError, match="needs 16 devices"):
-        label_plan(large(), tp(16), CLUSTER)
+        shard_ops(large(), tp(16), CLUSTER)
 
 
 # --- Plans ---------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_plans_with_labels_are_right(build, mesh) -> None:
 def test_several_axes_are_labelled_in_turn(build) -> None:
     case = build(layers=4)
     of = capture_short(case.model, case.batch, case.loss_fn)
-    plan = label_plan(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).plan
+    plan = shard_ops(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).plan
     assert set(plan.op_shardings) == {"cp", "tp"}
     traced = trace(case.model, case.batch, case.loss_fn)
     program = compile_program(traced, plan, PLAIN)
@@ -261,7 +261,7 @@ def test_on_processes_the_result_is_that_of_one() -> None:
 def test_the_command_line(tmp_path, capsys) -> None:
     compile_ = ["compile", model_file(tmp_path), "--mesh", "tp=2", "-o"]
     first, again = str(tmp_path / "first"), str(tmp_path / "again")
-    assert main([*compile_, first, "--labels", "2xA100-80GB"]) == 0
+    assert main([*compile_, first, "--op-shardings", "2xA100-80GB"]) == 0
     capsys.readouterr()
     assert main(["inspect", first]) == 0
     assert "op shardings: what an axis splits of an op" in capsys.readouterr().out
@@ -273,10 +273,10 @@ def test_the_command_line(tmp_path, capsys) -> None:
     saved = f"{first}/plan.json"
     assert main(["compile", compile_[1], "--plan", saved, "-o", again]) == 0
     assert (tmp_path / "again" / "plan.json").read_text() == Path(saved).read_text()
-    few = ["--labels", "2xA100-80GB", "--memory", "1KiB"]
+    few = ["--op-shardings", "2xA100-80GB", "--memory", "1KiB"]
     assert main([*compile_, again, *few]) == 2
     assert "whatever 'tp' splits" in capsys.readouterr().err
-    assert main([*compile_, again, "--labels", "1xA100-80GB"]) == 2
+    assert main([*compile_, again, "--op-shardings", "1xA100-80GB"]) == 2
     assert "needs 2 devices" in capsys.readouterr().err
 
 

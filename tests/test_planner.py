@@ -35,9 +35,9 @@ from autopar.planner.planner import (
     ShortModel,
     capture_short,
     find_plans,
-    label_plan,
     make_space,
     plan_of,
+    shard_ops,
 )
 from autopar.verify import verify
 from examples.gpt import GPT, Config
@@ -82,7 +82,7 @@ def test_part_of_a_pattern_after_its_repeats_is_the_model_s_end() -> None:
     for account, part in zip(whole, parts, strict=True):
         same(prices.stage(*part), account)
     # Labels are of all layers then, or the plan would be refused.
-    chosen = label_plan(of, plan, PLAIN).plan
+    chosen = shard_ops(of, plan, PLAIN).plan
     assert any("blocks" in op for op in chosen.op_shardings["tp"])
     assert compile_program(case.trace(), chosen, PLAIN).mesh == chosen.mesh
 

@@ -1,38 +1,18 @@
 """Ops without a rule: which of their dims trials find free to split."""
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
+from graphs import ints, node, x
 from torch import Tensor
 
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.dims import probe
 from autopar.passes.dims.name_dims import name_dims
-from autopar.passes.dims.probe import probe_equation, random_operands
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.evaluate import evaluate
+from autopar.passes.dims.probe import probe_equation
+from autopar.passes.graph import Node
 from autopar.passes.ops.notation import Equation
 from autopar.passes.ops.rules import equation
-
-_count = itertools.count()
-
-
-def x(*shape: int, dtype: torch.dtype = torch.float32) -> Value:
-    return Value(f"x{next(_count)}", shape, dtype)
-
-
-def ints(*shape: int) -> Value:
-    return x(*shape, dtype=torch.int64)
-
-
-def node(op: str, *args: object) -> Node:
-    bare = Node(op, args, {}, ())
-    results = evaluate(bare, random_operands(bare, 0))
-    outs = (None if y is None else x(*y.shape, dtype=y.dtype) for y in results)
-    return replace(bare, outs=tuple(outs))
 
 
 def text(rule: Equation | None) -> str:

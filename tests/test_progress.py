@@ -21,7 +21,7 @@ from autopar.training.options import RunOptions
 
 # Of each command but `run`, whose lines are one object each, and `demo`, a show.
 LINES = {
-    "plan": "{model} --devices 2xCPU --mesh dp=2 --zero 0 --no-labels -o {new}",
+    "plan": "{model} --devices 2xCPU --mesh dp=2 --zero 0 --no-op-shardings -o {new}",
     "compile": "{model} --plan {plan} -o {plan} --unproved",
     "explain": "{plan} --formulas",
     "simulate": "{plan} --trace {new}.json",
@@ -129,7 +129,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     file = Path(model.partition(":")[0])
     text = file.read_text().replace("vocab=64", "vocab=256")
     file.write_text(text.replace("def small", "def bytes_"))
-    asked = ["--devices", "2xCPU", "--mesh", "dp=2", "--zero", "0", "--no-labels"]
+    asked = ["--devices", "2xCPU", "--mesh", "dp=2", "--zero", "0", "--no-op-shardings"]
     assert main(["plan", model, *asked, "-o", names["plan"]]) == 0
     assert main(["compile", model, "--plan", names["plan"], "-o", names["plan"]]) == 0
     assert main(["compile", model, "--mesh", "", "-o", names["single"]]) == 0

@@ -41,7 +41,7 @@ def test_full_recompute_changes_no_bit(build, mesh: str) -> None:
     assert all(torch.equal(grads[n], grads_again[n]) for n in grads)
     for before, after in zip(kept.stages, again.stages, strict=True):
         if any(before.layers):
-            assert after.footprint.saved < before.footprint.saved
+            assert after.footprint.residuals < before.footprint.residuals
 
 
 def test_dropout_masks_are_drawn_again_alike() -> None:
@@ -73,7 +73,7 @@ def test_selective_recompute_gathers_again_and_changes_no_bit() -> None:
     hidden = next(iter(kept.parameters.values())).shape[-1]
     batch, seq = case.batch["ids"].shape
     whole = 8 * (batch // 2) * seq * hidden  # one of two microbatches
-    less = before.footprint.saved - after.footprint.saved
+    less = before.footprint.residuals - after.footprint.residuals
     assert less == 4 * 2 * whole / 2  # of each layer what qkv and the mlp read
 
 
@@ -111,8 +111,8 @@ def test_full_recompute_keeps_the_input_of_each_layer() -> None:
     hidden = next(iter(program.parameters.values())).shape[-1]
     batch, seq = case.batch["ids"].shape
     entering = 4 * (batch // 2) * seq * hidden * 4  # float32, two microbatches
-    outside = kept.footprint.saved - full.footprint.saved
-    assert full.footprint.saved >= entering
+    outside = kept.footprint.residuals - full.footprint.residuals
+    assert full.footprint.residuals >= entering
     assert outside > 5 * entering  # Korthikanti 2022: 34 bytes an element against 2
 
 

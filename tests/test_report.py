@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("report")
     spec, target = model_file(root), root / "plan"
     planned = ["--devices", "4xA100-80GB", "--global-batch", "4", "--mesh", "pp=2,tp=2"]
-    planned += ["--no-labels"]
+    planned += ["--no-op-shardings"]
     told(["plan", spec, *planned, "--microbatches", "2", "-o", str(target)])
     told(["compile", spec, "--plan", str(target), "-o", str(target), "--unproved"])
     rows: list[dict[str, float]] = [
@@ -107,7 +107,7 @@ def test_ops_add_up_to_what_the_program_sends_and_keeps(mesh: str, zero: int) ->
         assert found == expected
         kept = sum(r["bytes"] for r in module["residuals"])
         # A rank's share of the mask of labels may keep the whole alive, or be a copy.
-        assert 0 <= program.stages[index].footprint.saved - kept <= MASK
+        assert 0 <= program.stages[index].footprint.residuals - kept <= MASK
 
 
 def test_a_cell_has_dims_shapes_and_its_line(folder: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_log_keeps_the_later_of_two_lines(tmp_path: Path) -> None:
 
 
 def test_a_simulated_step_needs_the_memory_of_its_estimate(tmp_path: Path) -> None:
-    planned = ["--devices", "8xA100-80GB", "--global-batch", "8", "--no-labels"]
+    planned = ["--devices", "8xA100-80GB", "--global-batch", "8", "--no-op-shardings"]
     given = ["--zero", "3", "--precision", "bf16", "-o", str(tmp_path / "plan")]
     told(["plan", model_file(tmp_path), *planned, *given])
     for e in read_record(tmp_path / "plan").best:
@@ -209,7 +209,7 @@ def test_every_view_works(html: Path, folder: Path) -> None:
 
 def test_the_page_has_all_candidates_that_are_not_far_slower(tmp_path: Path) -> None:
     folder, spec = tmp_path / "plan", model_file(tmp_path)
-    given = ["--devices", "4xA100-80GB", "--global-batch", "16", "--no-labels"]
+    given = ["--devices", "4xA100-80GB", "--global-batch", "16", "--no-op-shardings"]
     told(["plan", spec, *given, "-o", str(folder)])
     record, choice = read_record(folder), plan_data(folder, Wanted())["choice"]
     best, others = choice["candidates"], choice["others"]

@@ -332,7 +332,7 @@ def test_what_a_forward_keeps_is_what_the_footprint_says(mesh) -> None:
         executor.step(case.batch)
         return kept[0]
 
-    saved = program.stages[0].footprint.saved
+    saved = program.stages[0].footprint.residuals
     assert run_virtual(program.mesh, 1, body) == [saved] * program.mesh.size
 
 

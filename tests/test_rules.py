@@ -9,10 +9,10 @@ import functools
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from graphs import bools, ints, node, x
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.passes.cost import flops
@@ -27,27 +27,6 @@ from autopar.passes.ops.rules import equation
 
 SEEDS = range(3)
 Example = Callable[[int, int, int, int], Node]  # of extents a < b < c < d
-_count = itertools.count()
-
-
-def x(*shape: int, dtype: torch.dtype = torch.float32) -> Value:
-    return Value(f"x{next(_count)}", shape, dtype)
-
-
-def ints(*shape: int) -> Value:
-    return x(*shape, dtype=torch.int64)
-
-
-def bools(*shape: int) -> Value:
-    return x(*shape, dtype=torch.bool)
-
-
-def node(op: str, *args: object, **kwargs: object) -> Node:
-    """A node whose results have the shapes that the op gives them."""
-    bare = Node(op, args, kwargs, ())
-    results = evaluate(bare, random_operands(bare, 0))
-    assert all(y is not None for y in results)
-    return replace(bare, outs=tuple(x(*y.shape, dtype=y.dtype) for y in results))
 
 
 def einsum(text: str, *operands: Value) -> Node:

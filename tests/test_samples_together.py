@@ -13,7 +13,6 @@ from torch import Tensor
 from autopar.machine.hardware import cluster_of
 from autopar.passes.errors import LossNotSeparable
 from autopar.passes.search.search import run_on_paper
-from autopar.planner.label_best import label_best
 from autopar.planner.planner import (
     ShortModel,
     capture_short,
@@ -21,6 +20,7 @@ from autopar.planner.planner import (
     make_prices,
     plan_of,
 )
+from autopar.planner.shard_ops_of_best import shard_ops_of_best
 
 SAMPLES = 8
 
@@ -48,8 +48,8 @@ def test_plans_have_one_microbatch(case: Case, of: ShortModel) -> None:
     found = find_plans(of, cluster, SAMPLES, recompute=("none",), zero=(0, 1))
     assert {e.candidate.microbatches for e in found.best} == {1}
     assert {e.candidate.mesh.axis_size("dp") for e in found.best} >= {1, 2}
-    labelled, _ = label_best(found, of, cluster)
-    assert {e.candidate.microbatches for e in labelled.best} == {1}
+    sharded, _ = shard_ops_of_best(found, of, cluster)
+    assert {e.candidate.microbatches for e in sharded.best} == {1}
     chosen = plan_of(found.best[0].candidate, of)
     case.verify(str(chosen.mesh), zero=chosen.zero)
 

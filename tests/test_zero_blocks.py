@@ -123,7 +123,9 @@ def test_no_more_is_kept_for_the_backward_than_without(mesh):
     case = plain_gpt(layers=2)
     plain, *shared = (case.compile(mesh, zero=zero) for zero in (0, 1, 2, 3))
     for program in shared:
-        assert program.stages[0].footprint.saved == plain.stages[0].footprint.saved
+        assert (
+            program.stages[0].footprint.residuals == plain.stages[0].footprint.residuals
+        )
 
 
 def test_once_a_step_or_in_each_microbatch():

@@ -32,7 +32,7 @@ from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
 from autopar.planner.planned import batch_for, read_decided
-from autopar.planner.planner import capture_short, label_plan
+from autopar.planner.planner import capture_short, shard_ops
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
 from autopar.progress import Progress
@@ -71,6 +71,7 @@ def add(add: Any) -> None:
         "those that the plan was made for, or this machine as it is measured)",
     )
     add.add_argument(
+        "--op-shardings",
         "--labels",
         type=text,
         metavar="NxNAME|FILE",
@@ -128,9 +129,9 @@ def _compile(
         batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
-    if arguments.labels:
+    if arguments.op_shardings:
         of = capture_short(loaded.model, batch)
-        plan = label_plan(of, plan, _cluster(arguments.labels)).plan
+        plan = shard_ops(of, plan, _cluster(arguments.op_shardings)).plan
     prove = not arguments.unproved
     others = _other_devices(arguments.devices, record)
     program = compile_offline(loaded.model, batch, plan, cluster=others, prove=prove)

@@ -13,7 +13,7 @@ from autopar.planner.reprice import as_priced, formulas, reprice
 from autopar.plans.plan_record import read_record
 from autopar.progress import Progress
 from autopar.reports.explain import explanation, explanation_data
-from autopar.reports.label_table import label_table
+from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.tables import Table
 
 EXAMPLES = (
@@ -49,8 +49,8 @@ def explain_command(arguments: argparse.Namespace) -> int:
         print(json.dumps(data, indent=1))
         return 0
     print(explanation(record))
-    if record.best[0].candidate.labelled:
-        print(f"\n{label_table(read_decided(arguments.plan).plan)}")
+    if record.best[0].candidate.has_op_shardings:
+        print(f"\n{op_sharding_table(read_decided(arguments.plan).plan)}")
     if spelled:
         print(
             f"\n{Table('in named dims', ('what', 'formula'), tuple(spelled.items()))}"

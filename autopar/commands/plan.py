@@ -32,7 +32,7 @@ from autopar.planner.planned import save_record
 from autopar.planner.request import PlanRequest, read_shape
 from autopar.plans.plan_record import estimate_data
 from autopar.progress import Progress
-from autopar.reports.label_table import label_table
+from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.plans import plans_table, precision_notes
 from autopar.terminal import command
 
@@ -56,10 +56,11 @@ def add(add: Any) -> None:
     add_batch_sizes(add, usual="those of the model's own batch")
     add_decisions(add)
     add.add_argument(
+        "--op-shardings",
         "--labels",
         action=argparse.BooleanOptionalAction,
         help="decide for each op what an axis splits: of the best plans whatever they "
-        "take, or of none (default: of those that labels could make the fastest)",
+        "take, or of none (default: of those that it could make the fastest)",
     )
     add_seed(add, "of weights and dropout")
     add.add_argument(
@@ -95,7 +96,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     cluster = read_devices(arguments)
     assert cluster is not None, "the parser asks for one"
     request = read_request(arguments, cluster)
-    reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.labels]
+    reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.op_shardings]
     with Progress("plan"):
         loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
         samples, seq = read_samples(loaded, arguments), arguments.seq or SEQ
@@ -112,7 +113,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     title = f"{arguments.model} on {cluster}"
     print(plans_table(plans, cluster, title, precision_notes(of, cluster)))
     if plan.op_shardings:
-        print(f"\n{label_table(plan)}")
+        print(f"\n{op_sharding_table(plan)}")
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
     if arguments.output:
         print(f"; wrote {arguments.output}")

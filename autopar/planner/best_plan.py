@@ -11,10 +11,10 @@ from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.search import Ranking
 from autopar.planner.choose import SAMPLES
-from autopar.planner.label_best import label_best, open_to_labels
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import ShortModel, capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
+from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
 from autopar.plans.plan_record import PlanRecord, priced_near
 from autopar.plans.store import checksum
 from autopar.progress import tell
@@ -51,23 +51,23 @@ def best_plan(
 ) -> BestPlan:
     """Search for the best plan of a step of so many samples.
 
-    of: see `capture_few_layers`. seed: of weights. reach: of labels, see
-    `open_to_labels`.
+    of: see `capture_few_layers`. seed: of weights. reach: of op shardings, see
+    `open_to_op_shardings`.
     Raises: Infeasible, PlanError.
     """
     cluster = request.cluster
     priced = partial(tell, "pricing candidates")
     plans = find_plans(of, cluster, samples, watch=priced, **request.space)
-    labels: Mapping[Candidate, Plan] = {}
-    if open_to_labels(plans, reach):
+    sharded: Mapping[Candidate, Plan] = {}
+    if open_to_op_shardings(plans, reach):
         whole = capture_short(
             loaded.model, batch_for(loaded, samples, seq), **request.of_all
         )
-        plans, labels = label_best(
+        plans, sharded = shard_ops_of_best(
             plans, whole, cluster, reach, request.fixes_attention
         )
     chosen = plans.best[0].candidate
-    plan = labels.get(chosen) or plan_of(chosen, of)
+    plan = sharded.get(chosen) or plan_of(chosen, of)
     record = PlanRecord(
         plan=checksum(plan.to_json()),
         model=loaded.spec,

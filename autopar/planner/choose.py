@@ -13,9 +13,9 @@ from autopar.models.batches import samples_of, with_samples
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.candidates import ALIKE
-from autopar.planner.label_best import label_best, open_to_labels
 from autopar.planner.planner import capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
+from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
 
 # Of the batch that a model is captured with, two for each rank of up to 8 with experts
 # of their own; costs are linear in them.
@@ -32,12 +32,12 @@ def choose_plan(
     """The best plan for steps on such batches. Raises: Infeasible, PlanError."""
     of = capture_short(model, with_samples(batch, SAMPLES), loss_fn, **request.of_all)
     plans = find_plans(of, request.limited, samples_of(batch), **request.space)
-    labels: Mapping[Candidate, Plan] = {}
-    if open_to_labels(plans, ALIKE):
+    sharded: Mapping[Candidate, Plan] = {}
+    if open_to_op_shardings(plans, ALIKE):
         whole = capture_short(model, batch, loss_fn, **request.of_all)
-        plans, labels = label_best(
+        plans, sharded = shard_ops_of_best(
             plans, whole, request.limited, ALIKE, request.fixes_attention
         )
     best = plans.best[0]
     LOG.info("%s: %s", best.candidate, how_priced(best, request.cluster))
-    return labels.get(best.candidate) or plan_of(best.candidate, of)
+    return sharded.get(best.candidate) or plan_of(best.candidate, of)

@@ -292,7 +292,7 @@ def plan_of(candidate: Candidate, of: ShortModel) -> Plan:
     return replace(plan, cuts=cuts, order=candidate.order)
 
 
-def label_plan(
+def shard_ops(
     of: ShortModel,
     plan: Plan,
     cluster: Cluster,
@@ -303,7 +303,7 @@ def label_plan(
 
     of: captured with the whole batch of a step. memory: bytes that a rank may use for
     parameters and what is kept for the backward; None: the plan's, else a device's.
-    decided: whether attention works on cp as the plan says, and as no label does.
+    decided: whether attention works on cp as the plan says, and as no op sharding does.
     Raises: ShardingsDoNotFit, PlanError.
     """
     layers = of.layers

@@ -166,7 +166,7 @@ def bytes_of(local: LocalStage) -> int:
     """What running a stage takes, parameters and gradients included."""
     held = sum(v.bytes for v in (*local.params, *local.grads.values()))
     sizes = footprint(local)
-    return held + sizes.saved + max(sizes.forward_peak, sizes.backward_peak)
+    return held + sizes.residuals + max(sizes.forward_peak, sizes.backward_peak)
 
 
 # --- what ranks say to each other, if there is another one ----------------------------

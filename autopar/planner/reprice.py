@@ -55,8 +55,8 @@ def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
 def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
     """The same plans on other devices, or by another version's prices.
 
-    The one that was chosen stays first; those with labels are left out.
-    Raises: ClusterError; EstimateError, if the chosen one has labels.
+    The one that was chosen stays first; those with op shardings are left out.
+    Raises: ClusterError; EstimateError, if the chosen one has them.
     """
     model = command(record.model)
     if cluster.devices != record.cluster.devices:
@@ -65,12 +65,12 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
             f"{cluster.devices}",
             fix=f"plan anew: autopar plan {model} --devices ...",
         )
-    if record.best[0].candidate.labelled:
+    if record.best[0].candidate.has_op_shardings:
         raise EstimateError(
-            f"the plan's labels were decided for {record.cluster}",
-            fix=f"plan anew: autopar plan {model} --labels --devices ...",
+            f"the plan's op shardings were decided for {record.cluster}",
+            fix=f"plan anew: autopar plan {model} --op-shardings --devices ...",
         )
-    plain = [e.candidate for e in record.best if not e.candidate.labelled]
+    plain = [e.candidate for e in record.best if not e.candidate.has_op_shardings]
     of = _short_model(record)
 
     def priced(at_once: bool) -> tuple[Estimate, ...]:

@@ -92,11 +92,11 @@ def stages_table(record: PlanRecord) -> Table:
         zip(best.stages, best.candidate.layers, strict=True)
     ):
         times = (stage.forward, stage.backward, stage.weight, stage.waited, stage.send)
-        row = (layers, *map(seconds, times), _bytes(stage.footprint.saved))
+        row = (layers, *map(seconds, times), _bytes(stage.footprint.residuals))
         alike.setdefault(row, []).append(i)
     return Table(
         "one microbatch on each stage",
-        ("stage", "layers", "F", "B (or I)", "W", "of it waiting", "send", "saved"),
+        ("stage", "layers", "F", "B (or I)", "W", "of it waiting", "send", "residuals"),
         tuple((ranges(those), *row) for row, those in alike.items()),
     )
 
@@ -104,12 +104,12 @@ def stages_table(record: PlanRecord) -> Table:
 def model_table(record: PlanRecord) -> Table:
     """What the costs are made of, in numbers."""
     best = record.best[0]
-    saved = sum(stage.footprint.saved for stage in best.stages)
+    residuals = sum(stage.footprint.residuals for stage in best.stages)
     rows: list[tuple[str, str]] = [
         ("parameters", count(record.parameters)),
         ("FLOPs of a step", count(best.flops)),
         ("FLOPs of a sample", count(best.flops / record.samples)),
-        ("bytes saved for a microbatch, all stages", _bytes(saved)),
+        ("residuals of a microbatch, all stages", _bytes(residuals)),
     ]
     if record.seq:
         tokens = record.samples * record.seq

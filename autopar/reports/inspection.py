@@ -17,10 +17,10 @@ from autopar.passes.mesh import PIPELINE
 from autopar.passes.price.estimate import run_schedule
 from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
-from autopar.passes.schedule.footprint import Communication
+from autopar.passes.schedule.footprint import COMMUNICATION_PARTS, Communication
 from autopar.passes.schedule.simulate_schedule import Timeline, grid
-from autopar.reports.label_table import label_table
 from autopar.reports.memory_table import memory_table
+from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern
 from autopar.reports.sharing import share_table, shares
 from autopar.reports.tables import Table, ranges
@@ -29,7 +29,6 @@ from autopar.runtime.parameters.shards import local_shape
 from autopar.terminal import width, wrap
 from autopar.units import count, seconds, size
 
-COMMUNICATION_PARTS = ("forward", "backward", "step")
 LEGEND = "F forward, B backward (drawn as two forwards), . idle"
 
 
@@ -111,7 +110,7 @@ def _activations(program: Program, stage: int) -> int:
     """
     rank = program.schedule.stage_to_rank[stage]
     own = [a for a in program.schedule.ranks[rank] if a.stage == stage]
-    return program.stages[stage].footprint.most(peak_in_flight(own))
+    return program.stages[stage].footprint.peak(peak_in_flight(own))
 
 
 def _sends(program: Program, stage: int) -> Messages:
@@ -256,7 +255,7 @@ def report(program: Program, every: bool = False) -> str:
         *map(str, tables),
         *([str(share_table(program))] if program.plan.zero else ()),
         str(memory_table(program)),
-        *([str(label_table(program.plan))] if program.plan.op_shardings else ()),
+        *([str(op_sharding_table(program.plan))] if program.plan.op_shardings else ()),
         schedule_text(program),
         str(communication_table(program)),
         proof_text(program),

@@ -119,7 +119,7 @@ def scheduled(row: Row) -> Schedule:
         name = NAMES[row.schedule]
         return make_schedule(name, row.ranks, row.microbatches, row.stages_per_rank)
     own = footprints(row)
-    room = MADE[row.schedule] * row.ranks * max(f.saved for f in own)
+    room = MADE[row.schedule] * row.ranks * max(f.residuals for f in own)
     # The bound is the same for every rank, as if all had as many layers.
     equal = [own[1]] * row.ranks
     return fit_schedule(

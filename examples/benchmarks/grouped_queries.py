@@ -60,7 +60,7 @@ def of_a_layer(plan: Plan, kv_heads: int) -> tuple[float, float]:
     for the backward."""
     two, one = pair(plan, kv_heads)
     sent = [sum(c.bytes for c in p.communication) for p in (two, one)]
-    kept = [p.stages[0].footprint.saved for p in (two, one)]
+    kept = [p.stages[0].footprint.residuals for p in (two, one)]
     return (sent[0] - sent[1]) / MB, (kept[0] - kept[1]) / MB
 
 

@@ -140,7 +140,7 @@ class Run:
         shares = self.candidate.data_parallel if self.candidate.zero else 1
         return max(
             a.held.parameters / 2 * (WEIGHTS + OPTIMIZER / shares)
-            + a.footprint.most(max(1, in_flight - 2 * i))
+            + a.footprint.peak(max(1, in_flight - 2 * i))
             for i, a in enumerate(self.accounts)
         )
 

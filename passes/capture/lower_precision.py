@@ -17,7 +17,7 @@ from ..builder import Builder, prune
 from ..capture.one_dtype import EQUAL
 from ..capture.trace import Traced
 from ..errors import CaptureError
-from ..graph import Graph, Location, Node, Value
+from ..graph import Graph, Location, Node, Value, bare
 from ..graph_text import DTYPES
 from ..ops.evaluate import results_like
 from ..ops.op import is_view
@@ -114,7 +114,7 @@ class _Lowering:
 
     def lowered(self, node: Node, dtype: torch.dtype) -> Node:
         """The node on operands of the dtype that autocast has for its op."""
-        kind = node.op.split(".")[1]
+        kind = bare(node.op)
         if kind in self.low:
             chosen = node.operands[: self.low[kind]]
             return node.substitute(

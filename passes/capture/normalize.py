@@ -27,7 +27,7 @@ from ..capture.recognize_experts import choice, grouped_product, looked_up_produ
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.split_products import split_products
 from ..capture.trace import Traced
-from ..graph import Graph, Node, Value
+from ..graph import Graph, Node, Value, bare
 from ..ops.arguments import arguments, refuse_unread
 from ..ops.captured import RESHAPES
 from ..ops.random import CHANCE, DRAW, DRAWN, draw_of, overload
@@ -119,7 +119,7 @@ def factory(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
 
 def new_factory(rewriter: Rewriter, node: Node) -> Value:
     """`x.new_ones(shape)` does not depend on x."""
-    kind = node.op.split(".")[1].removeprefix("new_").removesuffix("_like")
+    kind = bare(node.op).removeprefix("new_").removesuffix("_like")
     fill = (node.args[-1],) if kind == "full" else ()
     kind = "zeros" if kind == "empty" else kind
     shape, dtype = node.out.shape, node.out.dtype
@@ -138,7 +138,7 @@ def cat(rewriter: Rewriter, node: Node) -> Value | None:
 
 def product(rewriter: Rewriter, node: Node) -> Value | None:
     """linear, addmm (as in Conv1D), mm -> a product without bias, plus the bias."""
-    kind = node.op.split(".")[1]
+    kind = bare(node.op)
     bias: Value | None = None
     if kind == "addmm":
         if node.kwargs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..capture.rows import Rows
-from ..graph import Node, Value
+from ..graph import Node, Value, bare
 from ..ops.arguments import arguments
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def extreme(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
     least = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf}
     if order is not None and order <= 0:
         return None
-    other = 0 if order else least[node.name.partition(".")[2]]
+    other = 0 if order else least[bare(node.op)]
     masked = keeper.masked(x, rows, rows.dim, other)
     return keeper.rewriter.keep(node.with_args(self=masked))
 

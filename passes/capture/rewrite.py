@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..builder import Builder, prune
-from ..graph import Graph, Location, Node, Value, resolve
+from ..graph import Graph, Location, Node, Value, bare, resolve
 from ..ops.evaluate import results_like
 from ..ops.random import awaits_number
 
@@ -83,7 +83,7 @@ class Rewriter:
         if like is None:
             (like,) = results_like(op, args, kwargs)
             assert like is not None, f"{op} makes a tensor"
-        out = self.builder.value(name or op.split(".")[1], like.shape, like.dtype)
+        out = self.builder.value(name or bare(op), like.shape, like.dtype)
         node = Node(op, args, kwargs, (out,), where or self.where)
         self.builder.nodes.append(node)
         self.made[out.name] = node

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..graph import Node, Value
 from ..ops import extents
+from ..ops.cotangents import Cotangents
 from ..ops.notation import Role
-from ..ops.op import Alternative, Cotangents, Op, Place
-from ..ops.tape import Tape
+from ..ops.op import Alternative, Op, OutCotangents, Place
 
 RING: Role = "ring"
 Q, K, V, MASK = range(4)  # operands
@@ -121,24 +121,24 @@ def on_ring(node: Node, local: Node, axis: str, ranks: int) -> Node:
     )
 
 
-def forward(tape: Tape, node: Node) -> Node:
+def forward(cts: Cotangents, node: Node) -> Node:
     """The backward reads the logarithm of each row's sum."""
     q, out = node.operands[0], node.out
-    lse = tape.builder.value("lse", q.shape[:-1], torch.float32)
+    lse = cts.builder.value("lse", q.shape[:-1], torch.float32)
     return replace(node, outs=(out, lse))
 
 
-def derivative(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def derivative(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     q, k, v, *others = node.args
-    dq, dk, dv = (tape.fresh(x) for x in (q, k, v))
+    dq, dk, dv = (cts.fresh(x) for x in (q, k, v))
     args = (dys[0], q, k, v, *node.outs, *others)
     op = f"{node.op}_backward"
-    tape.append(Node(op, args, node.kwargs, (dq, dk, dv), node.location))
+    cts.append(Node(op, args, node.kwargs, (dq, dk, dv), node.location))
     return [dq, dk, dv] + [None] * (len(node.operands) - 3)
 
 
-def has_learned_mask(tape: Tape, node: Node) -> bool:
-    return any(tape.wanted(mask) for mask in node.operands[3:])
+def has_learned_mask(cts: Cotangents, node: Node) -> bool:
+    return any(cts.wanted(mask) for mask in node.operands[3:])
 
 
 def flops(scores: int, values: int) -> Callable[[Node], int]:

@@ -8,8 +8,8 @@ from math import prod
 
 from ..graph import Node, Value
 from ..mesh import Axes, as_axes
-from ..ops.op import Cotangents, Op, Place
-from ..ops.tape import Tape
+from ..ops.cotangents import Cotangents
+from ..ops.op import Op, OutCotangents, Place
 
 
 def _if_uneven(extent: int, axes: Axes, sizes: Mapping[str, int]) -> int | None:
@@ -30,45 +30,47 @@ def exchange_on_rank(at: Place, node: Node, local: Node) -> Node:
     return replace(local, args=(*local.args, whole))
 
 
-def same(_: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def same(_: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """P -> R: the cotangent of a pending sum is the cotangent of the sum."""
     return [dys[0]]
 
 
-def enter(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def enter(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, axes = node.args
-    return [tape.emit("comm.all_reduce", x, node, dys[0], axes, "sum")]
+    return [cts.emit("comm.all_reduce", x, node, dys[0], axes, "sum")]
 
 
-def all_gather(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def all_gather(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, axis, dim, _, varying = node.args
     op = "comm.reduce_scatter" if varying else "comm.shard"
-    return [tape.emit(op, x, node, dys[0], axis, dim)]
+    return [cts.emit(op, x, node, dys[0], axis, dim)]
 
 
-def reduce_scatter(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def reduce_scatter(
+    cts: Cotangents, node: Node, dys: OutCotangents
+) -> list[Value | None]:
     x, axis, dim = node.args
-    return [_gathered(tape, x, node, dys[0], axis, dim)]
+    return [_gathered(cts, x, node, dys[0], axis, dim)]
 
 
-def shard(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def shard(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, axis, dim, pads = node.args
     if pads:
-        return [tape.emit("comm.pad", x, node, dys[0], axis, dim, x.shape[dim])]
-    return [_gathered(tape, x, node, dys[0], axis, dim)]
+        return [cts.emit("comm.pad", x, node, dys[0], axis, dim, x.shape[dim])]
+    return [_gathered(cts, x, node, dys[0], axis, dim)]
 
 
 def _gathered(
-    tape: Tape, x: Value, node: Node, dy: Value | None, axis: Axes, dim: int
+    cts: Cotangents, x: Value, node: Node, dy: Value | None, axis: Axes, dim: int
 ) -> Value:
-    whole = _if_uneven(x.shape[dim], axis, tape.sizes)
-    return tape.emit("comm.all_gather", x, node, dy, axis, dim, whole, False)
+    whole = _if_uneven(x.shape[dim], axis, cts.sizes)
+    return cts.emit("comm.all_gather", x, node, dy, axis, dim, whole, False)
 
 
-def all_to_all(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def all_to_all(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, axis, split_dim, concat_dim, _ = node.args
-    whole = _if_uneven(x.shape[split_dim], axis, tape.sizes)
-    return [tape.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, whole)]
+    whole = _if_uneven(x.shape[split_dim], axis, cts.sizes)
+    return [cts.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, whole)]
 
 
 # --- Memory -------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..graph import Node, Value
+from ..ops.cotangents import Cotangents
 from ..ops.lookups import local
-from ..ops.op import Alternative, Cotangents, Op, Place
+from ..ops.op import Alternative, Op, OutCotangents, Place
 from ..ops.products import by_columns, of_weight_grad
-from ..ops.tape import Tape
 
 ROUTE, DISPATCH, COMBINE = "comm.route", "comm.dispatch", "comm.combine"
 ROUTED = (ROUTE, DISPATCH, COMBINE)
@@ -36,21 +36,21 @@ def on_rank(at: Place, node: Node, local: Node) -> Node:
     return replace(local, op="comm.expert_linear", args=args)
 
 
-def derivative(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def derivative(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """y = x w[expert]^T: dx = dy w[expert], dw[expert] += dy^T x."""
     x, expert, w, experts, axes = node.args
     args = (dys[0], x, expert, experts, axes)
-    dw = tape.to_weight(w, "comm.expert_weight_grad_", node, *args)
-    if not tape.wanted(x):
+    dw = cts.to_weight(w, "comm.expert_weight_grad_", node, *args)
+    if not cts.wanted(x):
         return [None, None, dw]
     back = "comm.expert_linear_transposed"
-    return [tape.emit(back, x, node, dys[0], expert, w, experts, axes), None, dw]
+    return [cts.emit(back, x, node, dys[0], expert, w, experts, axes), None, dw]
 
 
-def home_again(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def home_again(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """Gradients of rows go home as the rows came, or to their experts again."""
     back = COMBINE if node.op == DISPATCH else DISPATCH
-    return [tape.emit(back, node.operands[0], node, dys[0], *node.args[1:]), None, None]
+    return [cts.emit(back, node.operands[0], node, dys[0], *node.args[1:]), None, None]
 
 
 def rows(node: Node) -> int:

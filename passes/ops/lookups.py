@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..graph import Node, Value
 from ..ops import extents
+from ..ops.cotangents import Cotangents
 from ..ops.notation import letters
-from ..ops.op import Cotangents, Op, Place
-from ..ops.tape import Tape
+from ..ops.op import Op, OutCotangents, Place
 
 
 def gathered(node: Node) -> str:
@@ -98,21 +98,21 @@ def choose_on_rank(at: Place, node: Node, local: Node) -> Node:
 # --- Derivatives ------------------------------------------------------------------
 
 
-def d_embedding(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def d_embedding(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     table, ids = node.operands[:2]
     args = (dys[0], ids, padding_of(node))
-    tape.accumulate(table, "autopar.embedding_grad_", node, *args)
+    cts.accumulate(table, "autopar.embedding_grad_", node, *args)
     return [None, None]
 
 
-def d_lookup(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def d_lookup(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     table, *args = node.args
-    return [tape.to_weight(table, "comm.lookup_grad_", node, dys[0], *args), None]
+    return [cts.to_weight(table, "comm.lookup_grad_", node, dys[0], *args), None]
 
 
-def d_pick(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def d_pick(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, index, _, extent, axes = node.args
-    tape.add_in_place(x, "comm.pick_backward_add_", node, dys[0], index, extent, axes)
+    cts.add_in_place(x, "comm.pick_backward_add_", node, dys[0], index, extent, axes)
     return [None, None]
 
 
@@ -127,7 +127,7 @@ OPS = (
         on_rank=look_up,
         on_shard=embedding_from,
         derivative=d_embedding,
-        traced_if=lambda tape, node: not tape.is_param(node.operands[0]),
+        traced_if=lambda cts, node: not cts.is_param(node.operands[0]),
         finite="kept",
     ),
     Op(

@@ -20,11 +20,11 @@ from ..mesh import Axes
 from ..ops.notation import Role
 
 if TYPE_CHECKING:
-    from ..ops.tape import Tape
+    from ..ops.cotangents import Cotangents
 
-Cotangents = Sequence[Value | None]
+OutCotangents = Sequence[Value | None]
 # node, cotangents of its outs (None where nothing flows back) -> of its operands
-Derivative = Callable[["Tape", Node, Cotangents], list[Value | None]]
+Derivative = Callable[["Cotangents", Node, OutCotangents], list[Value | None]]
 # The dims of its operands that a result is linear in, see `passes.ops.linearity`.
 Linear = Literal["", "jointly", "in each", "in the first", "cast"]
 # Results and derivatives are finite where operands are, or always.
@@ -163,8 +163,8 @@ class Op:
     sizes: Callable[[Node], Node] | None = None
     on_rank: Callable[[Place, Node, Node], Node] | None = None
     derivative: Derivative | None = None
-    traced_if: Callable[[Tape, Node], bool] | None = None
-    forward: Callable[[Tape, Node], Node] | None = None
+    traced_if: Callable[[Cotangents, Node], bool] | None = None
+    forward: Callable[[Cotangents, Node], Node] | None = None
     formula: Callable[..., Tensor] | None = None
     on_shard: Callable[..., Tensor] | None = None
     spelling: str = ""

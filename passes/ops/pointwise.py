@@ -5,27 +5,27 @@ from __future__ import annotations
 
 from ..graph import Node, Value
 from ..ops import parts
-from ..ops.op import Cotangents, Finite, Op
-from ..ops.tape import Tape
+from ..ops.cotangents import Cotangents
+from ..ops.op import Finite, Op, OutCotangents
 
 
-def add(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def add(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     dy = dys[0]
     assert dy is not None
     grads: list[Value | None] = []
     for v in node.operands:
-        if v.shape == dy.shape and tape.wanted(v):
-            grads.append(tape.cast(dy, v, node))
+        if v.shape == dy.shape and cts.wanted(v):
+            grads.append(cts.cast(dy, v, node))
         else:
-            grads.append(tape.to_bias(v, dy, node))
+            grads.append(cts.to_bias(v, dy, node))
     if sum(g is dy for g in grads) > 1:
-        tape.share(dy)
+        cts.share(dy)
     return grads
 
 
-def cast(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def cast(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     dy = dys[0]
-    return [None if dy is None else tape.cast(dy, node.operands[0], node)]
+    return [None if dy is None else cts.cast(dy, node.operands[0], node)]
 
 
 def _heeded(name: str, heeds: str, finite: Finite = "kept") -> Op:
@@ -44,15 +44,15 @@ def to_power(node: Node) -> Finite:
     return "kept" if whole else ""
 
 
-def square(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def square(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, dy = node.operands[0], dys[0]
-    product = tape.emit("aten.mul.Tensor", x, node, dy, x)
-    return [tape.emit("aten.mul.Tensor", x, node, product, 2)]
+    product = cts.emit("aten.mul.Tensor", x, node, dy, x)
+    return [cts.emit("aten.mul.Tensor", x, node, product, 2)]
 
 
-def chosen(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def chosen(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     condition, x = node.operands
-    return [None, tape.emit(node.op, x, node, condition, dys[0], 0)]
+    return [None, cts.emit(node.op, x, node, condition, dys[0], 0)]
 
 
 OPS = (
@@ -64,7 +64,7 @@ OPS = (
         counts=True,
         row_by_row=True,
         derivative=add,
-        traced_if=lambda tape, node: "alpha" in node.kwargs,
+        traced_if=lambda cts, node: "alpha" in node.kwargs,
         spelling="torch.add",
         in_place=".add_",
         commutes=True,
@@ -121,7 +121,7 @@ OPS = (
         keeps=(0,),
         finite=to_power,
         derivative=square,
-        traced_if=lambda tape, node: (
+        traced_if=lambda cts, node: (
             node.arg("exponent") != 2 or node.out.dtype.is_complex
         ),
     ),
@@ -150,7 +150,7 @@ OPS = (
         form="ScalarOther",
         finite="kept",
         derivative=chosen,
-        traced_if=lambda tape, node: node.operands[1].type != node.out.type,
+        traced_if=lambda cts, node: node.operands[1].type != node.out.type,
     ),
     _heeded("__and__", "self other"),
     _heeded("__or__", "self other"),
@@ -175,8 +175,8 @@ OPS = (
         "autopar.masked_scale",
         "x keep scale",
         rowwise=True,
-        derivative=lambda tape, node, dys: [
-            tape.emit(node.op, node.args[0], node, dys[0], *node.args[1:]),
+        derivative=lambda cts, node, dys: [
+            cts.emit(node.op, node.args[0], node, dys[0], *node.args[1:]),
             None,
         ],
     ),

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..graph import Node, Value
 from ..ops import extents
+from ..ops.cotangents import Cotangents
 from ..ops.notation import parse
-from ..ops.op import Cotangents, Op
-from ..ops.tape import Tape
+from ..ops.op import Op, OutCotangents
 
 # --- Rules ------------------------------------------------------------------------
 
@@ -94,49 +94,53 @@ def of_weight_grad(node: Node) -> int:
 # --- Derivatives ------------------------------------------------------------------
 
 
-def linear(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def linear(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """y = x w^T (+ b): dx = dy w, dw = dy^T x, db = sum dy."""
     x, dy = node.operands[0], dys[0]
     to_weight = ("autopar.linear_weight_grad_", dy, x)
-    return _product(tape, node, dy, "aten.matmul.default", to_weight)
+    return _product(cts, node, dy, "aten.matmul.default", to_weight)
 
 
-def affine(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def affine(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """y = x w (+ b): dx = dy w^T, dw = x^T dy, db = sum dy."""
     x, dy = node.operands[0], dys[0]
     to_weight = ("autopar.matmul_weight_grad_", x, dy)
-    return _product(tape, node, dy, "aten.linear.default", to_weight)
+    return _product(cts, node, dy, "aten.linear.default", to_weight)
 
 
-def matmul(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
-    return (affine if _is_by_weight(node) else matrices)(tape, node, dys)
+def matmul(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    return (affine if _is_by_weight(node) else matrices)(cts, node, dys)
 
 
-def matrices(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def matrices(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """y = a b of as many matrices each: da = dy b^T, db = a^T dy."""
     (a, b), dy = node.operands, dys[0]
     assert dy is not None
 
     def turned(x: Value) -> Value:
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
-        out = tape.builder.value("transpose", shape, x.dtype)
+        out = cts.builder.value("transpose", shape, x.dtype)
         args = (x, -2, -1)
-        tape.append(Node("aten.transpose.int", args, {}, (out,), node.location))
+        cts.append(Node("aten.transpose.int", args, {}, (out,), node.location))
         return out
 
-    da = tape.emit(node.op, a, node, dy, turned(b)) if tape.wanted(a) else None
-    db = tape.emit(node.op, b, node, turned(a), dy) if tape.wanted(b) else None
+    da = cts.emit(node.op, a, node, dy, turned(b)) if cts.wanted(a) else None
+    db = cts.emit(node.op, b, node, turned(a), dy) if cts.wanted(b) else None
     return [da, db]
 
 
 def _product(
-    tape: Tape, node: Node, dy: Value | None, to_input: str, to_weight: tuple[Any, ...]
+    cts: Cotangents,
+    node: Node,
+    dy: Value | None,
+    to_input: str,
+    to_weight: tuple[Any, ...],
 ) -> list[Value | None]:
     assert dy is not None
     x, w, *bias = node.operands
-    dw = tape.to_weight(w, to_weight[0], node, *to_weight[1:])
-    d_bias = [tape.to_bias(b, dy, node) for b in bias]
-    dx = tape.emit(to_input, x, node, dy, w) if tape.wanted(x) else None
+    dw = cts.to_weight(w, to_weight[0], node, *to_weight[1:])
+    d_bias = [cts.to_bias(b, dy, node) for b in bias]
+    dx = cts.emit(to_input, x, node, dy, w) if cts.wanted(x) else None
     return [dx, dw, *d_bias]
 
 
@@ -145,14 +149,14 @@ def _is_by_weight(node: Node) -> bool:
     return len(node.operands) == 2 and len(node.operands[1].shape) == 2
 
 
-def _of_other_shapes(tape: Tape, node: Node) -> bool:
+def _of_other_shapes(cts: Cotangents, node: Node) -> bool:
     """Whether an operand is a vector, or repeated for the other's matrices; or has a
     cotangent of another precision than its own."""
     a, b = node.operands
     if _is_by_weight(node):
         return len(a.shape) == 1
     alike = a.shape[:-2] == b.shape[:-2] and len(a.shape) == len(b.shape) > 2
-    return not alike or any(tape.dtype(x) != x.dtype for x in (a, b))
+    return not alike or any(cts.dtype(x) != x.dtype for x in (a, b))
 
 
 def _filter_each(node: Node) -> Node:

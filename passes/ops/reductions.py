@@ -8,9 +8,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..graph import Node, Value
+from ..ops.cotangents import Cotangents
 from ..ops.notation import letters, spell
-from ..ops.op import Cotangents, Op
-from ..ops.tape import Tape
+from ..ops.op import Op, OutCotangents
 
 
 def dims_of(node: Node, name: str = "dim") -> list[int]:
@@ -83,10 +83,10 @@ def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
     return (x - largest[..., None]).exp().sum(-1)
 
 
-def d_sum_exp(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def d_sum_exp(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, largest = node.args
     op = "autopar.sum_exp_backward"
-    return [tape.emit(op, x, node, dys[0], x, largest), None]
+    return [cts.emit(op, x, node, dys[0], x, largest), None]
 
 
 OPS = (

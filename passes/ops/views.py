@@ -9,9 +9,9 @@ import torch
 
 from ..graph import Node, Value, resolve
 from ..ops import extents, parts
+from ..ops.cotangents import Cotangents
 from ..ops.notation import letters, spell
-from ..ops.op import Cotangents, Op, to_out
-from ..ops.tape import Tape
+from ..ops.op import Op, OutCotangents, to_out
 
 # --- Rules ------------------------------------------------------------------------
 
@@ -125,29 +125,29 @@ def length_of_copies(node: Node) -> Node:
 # --- Derivatives ------------------------------------------------------------------
 
 
-def reshape(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
-    return [tape.view("aten.reshape.default", dys[0], node.operands[0], node)]
+def reshape(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    return [cts.view("aten.reshape.default", dys[0], node.operands[0], node)]
 
 
-def transpose(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
-    return [tape.view(node.op, dys[0], node.operands[0], node, *node.args[1:])]
+def transpose(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    return [cts.view(node.op, dys[0], node.operands[0], node, *node.args[1:])]
 
 
-def permute(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def permute(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     dims = node.arg("dims")
     order = [0] * len(dims)
     for new, old in enumerate(dims):
         order[old] = new
-    return [tape.view(node.op, dys[0], node.operands[0], node, tuple(order))]
+    return [cts.view(node.op, dys[0], node.operands[0], node, tuple(order))]
 
 
-def split(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+def split(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     pieces = []
     for out, dy in zip(node.outs, dys, strict=True):
         assert out is not None
-        pieces.append(dy if dy is not None else tape.zeros(out, node))
+        pieces.append(dy if dy is not None else cts.zeros(out, node))
     dim = node.arg("dim")
-    return [tape.emit("aten.cat.default", node.operands[0], node, tuple(pieces), dim)]
+    return [cts.emit("aten.cat.default", node.operands[0], node, tuple(pieces), dim)]
 
 
 def _order(name: str, heeds: str, examples: str, **declared: Any) -> Op:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..cost import Amounts, Exchanges
-from ..schedule.footprint import Footprint, peak_bytes
+from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, peak_bytes
 from ..schedule.schedule import Schedule
 from ..stage.blocks import BlockMessages
 
-FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 # AdamW keeps two values for each one that it trains, in the parameter's own type.
 OPTIMIZER_STATES = 2
 
@@ -107,7 +106,7 @@ class Account(Amounts):
     forward, backward (its input half) and weight (its other half): each of one
     microbatch; step: once a step. held: of all parameters; experts: of those that ep
     splits; tied: of those that the model's other end uses as well, see `once_a_rank`.
-    saved, kept, whole (for a step), edges, received, sent: as in
+    residuals, weight_residuals, whole (for a step), edges, received, sent: as in
     `passes.schedule.footprint.Footprint`; gathered: of what is whole, parameters.
     pending: gradients by the axes over which they are summed, all at once. counts:
     numbers of the batch that ranks add up once a step, which dp joins. update: seconds
@@ -121,8 +120,8 @@ class Account(Amounts):
     held: Held = Held()
     experts: Held = Held()
     tied: Held = Held()
-    saved: float = 0.0
-    weight_saved: float = 0.0
+    residuals: float = 0.0
+    weight_residuals: float = 0.0
     whole: float = 0.0
     edges: float = 0.0
     gathered: float = 0.0
@@ -135,7 +134,7 @@ class Account(Amounts):
 
     def __hash__(self) -> int:
         """Hashes a few of the amounts, as searches ask for it often."""
-        return hash((self.forward.seconds, self.backward.seconds, self.saved))
+        return hash((self.forward.seconds, self.backward.seconds, self.residuals))
 
     @property
     def microbatch(self) -> Mapping[str, PartCost]:
@@ -146,10 +145,10 @@ class Account(Amounts):
     def footprint(self) -> Footprint:
         """What it keeps in memory, in whole bytes."""
         return Footprint(
-            saved=round(self.saved),
+            residuals=round(self.residuals),
             forward_peak=round(self.forward.alive.whole),
             backward_peak=round(self.backward.alive.whole),
-            weight_saved=round(self.weight_saved),
+            weight_residuals=round(self.weight_residuals),
             step=round(self.whole),
             weight_peak=round(self.weight.alive.whole),
             edges=round(self.edges),
@@ -182,20 +181,20 @@ def by_itself(account: Account) -> Account:
 
 def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     """The account of parts that run one after another, which add up to `whole`, but for
-    the most that they have alive (of each it is beside what those before it saved) and
-    for messages, which are those of both ends."""
+    the most that they have alive (of each it is beside the residuals of those before
+    it) and for messages, which are those of both ends."""
     alike = [(part, len(list(same))) for part, same in groupby(parts)]
     most = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), Alive())
-    saved = weight_saved = 0.0
+    residuals = weight_residuals = 0.0
     for part, count in alike:
         # Of equal ones in a row the first or the last has most beside it.
-        beside = saved + max(0.0, (count - 1) * part.saved)
+        beside = residuals + max(0.0, (count - 1) * part.residuals)
         most[FORWARD] = most[FORWARD].largest(part.forward.alive, beside)
         most[BACKWARD] = most[BACKWARD].largest(part.backward.alive, beside)
-        beside = weight_saved + max(0.0, (count - 1) * part.weight_saved)
+        beside = weight_residuals + max(0.0, (count - 1) * part.weight_residuals)
         most[WEIGHT] = most[WEIGHT].largest(part.weight.alive, beside)
-        saved += count * part.saved
-        weight_saved += count * part.weight_saved
+        residuals += count * part.residuals
+        weight_residuals += count * part.weight_residuals
     # A weight that both ends use is whole between its uses, and so is its gradient.
     tied = max(0.0, sum(p.held.parameters for p in parts) - whole.held.parameters)
     if tied:

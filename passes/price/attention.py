@@ -23,7 +23,7 @@ FORWARDS = ("autopar.attention", ATTENTION)
 BACKWARDS = ("autopar.attention_backward", ATTENTION_BACKWARD)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # TFLOP/s: (head dim, causal) -> of each length.
-FORWARD: Mapping[tuple[int, bool], tuple[int, ...]] = {
+FORWARD_TFLOPS: Mapping[tuple[int, bool], tuple[int, ...]] = {
     (64, False): (282, 306, 318, 321, 322, 324),
     (64, True): (180, 229, 262, 284, 295, 299),
     (128, False): (309, 350, 362, 368, 370, 370),
@@ -31,12 +31,12 @@ FORWARD: Mapping[tuple[int, bool], tuple[int, ...]] = {
     (256, False): (275, 313, 321, 323, 324, 326),
     (256, True): (208, 251, 278, 293, 297, 298),
 }
-BACKWARD: Mapping[int, tuple[int, ...]] = {
+BACKWARD_TFLOPS: Mapping[int, tuple[int, ...]] = {
     64: (198, 238, 264, 279, 287, 291),
     128: (214, 260, 291, 310, 318, 322),
     256: (214, 260, 291, 310, 318, 322),
 }
-BEST = max(map(max, FORWARD.values())), max(map(max, BACKWARD.values()))
+BEST = max(map(max, FORWARD_TFLOPS.values())), max(map(max, BACKWARD_TFLOPS.values()))
 # Generation of tensor cores -> the best share of the peak, forward and backward.
 SHARES = {"hopper": (BEST[0] / 989.5, BEST[1] / 989.5), "ampere": (0.73, 0.63)}
 
@@ -52,12 +52,12 @@ def attention_share(node: Node, generation: str) -> float | None:
         return None
     keys = node.arg("keys")
     length = k.shape[-2] if keys is None else math.prod(n for n, _ in keys)
-    width = min((w for w in BACKWARD if w >= q.shape[-1]), default=256)
+    width = min((w for w in BACKWARD_TFLOPS if w >= q.shape[-1]), default=256)
     causal = bool(node.arg("is_causal"))
-    reached = _between(FORWARD[width, causal], length)
+    reached = _between(FORWARD_TFLOPS[width, causal], length)
     if not forward:
-        masked = reached / _between(FORWARD[width, False], length)
-        reached = _between(BACKWARD[width], length) * masked
+        masked = reached / _between(FORWARD_TFLOPS[width, False], length)
+        reached = _between(BACKWARD_TFLOPS[width], length) * masked
     share = SHARES[generation][not forward] * reached / BEST[not forward]
     # Of a window each row sees all, of a causal mask half on average.
     half = causal and node.kwargs.get("window", length) >= length

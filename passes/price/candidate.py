@@ -18,7 +18,7 @@ class Candidate:
 
     layers: runs of layers in each of the pipeline's stages, in order. samples: in a
     microbatch of one data parallel rank. context_parallel: how attention works on an
-    axis cp, see `passes.plan.CONTEXT_PARALLEL`. labelled: whether its ops have
+    axis cp, see `passes.plan.CONTEXT_PARALLEL`. has_op_shardings: whether its ops have
     shardings of their own, see `passes.search.choose_op_shardings`. order: of schedule
     "auto", what each pipeline rank does in turn, see `passes.schedule.order`; none
     until it is made.
@@ -33,7 +33,7 @@ class Candidate:
     recompute: str
     layers: tuple[int, ...]
     context_parallel: str = "gather"
-    labelled: bool = False
+    has_op_shardings: bool = False
     order: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Candidate:
         return (
             f"{str(mesh) or 'one device'}, {self.microbatches} microbatch{plural} "
             f"of {self.samples}{context}{pipeline}{zero}{again}"
-            f"{', labels' if self.labelled else ''}"
+            f"{', op shardings' if self.has_op_shardings else ''}"
         )
 
     @property

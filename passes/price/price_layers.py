@@ -92,7 +92,9 @@ class LayerPrices:
                 for part in self.parts or [self.whole]
                 if (peaks := (part.backward.alive, part.backward.alone))
             ]
-            least = [(min(alive), min(alive) - part.saved) for part, alive in backwards]
+            least = [
+                (min(alive), min(alive) - part.residuals) for part, alive in backwards
+            ]
             least_of[zero] = max(x for x, _ in least), min(y for _, y in least)
         return least_of
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from ..cost import Exchanges, Seconds
 from ..mesh import PIPELINE, Mesh
-from ..price.account import BACKWARD, FORWARD, WEIGHT, Account, PartCost
+from ..price.account import Account, PartCost
 from ..price.cluster import Cluster, Link
-from ..schedule.footprint import Footprint
+from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint
 
 # What a collective beside computing takes from it, of its own seconds: an assumption,
 # that kernels which communicate hold an eighth of a GPU's multiprocessors. That they

@@ -155,7 +155,7 @@ def activation_bytes(short: ShortModel, plan: Plan | None = None) -> Expr:
     states = propagate(named, plan).states if plan else {}
     policy = plan.recompute if plan else "none"
     total = Integer(0)
-    for v, itemsize in _kept(short, policy):
+    for v, itemsize in _residuals(short, policy):
         dims = named.dims[v.name]
         if not (policy == "selective" and _has_square(dims)):
             total += itemsize * symbols.value(v, dims, states.get(v.name)).numel
@@ -174,19 +174,19 @@ def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -
     return count * (whole + Integer(sum(shares[:zero])) / size(DATA))
 
 
-def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
+def _residuals(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
     """What a layer keeps, and bytes of an element. Views are what they are made of."""
     named = short.named
     nodes = [n for n in named.graph.nodes if _run(short, n.location.module) == 1]
     entering = live_in(nodes)
     owners = find_owners(nodes, {name: name for name in entering})
     values = entering | {v.name: v for n in nodes for v in n.results}
-    kept: dict[str, tuple[Value, int]] = {}
+    residuals: dict[str, tuple[Value, int]] = {}
 
     def keep(v: Value) -> None:
         if named.origins[v.name] is Origin.BOTH:
             root = values[owners.get(v.name, v.name)]
-            kept[root.name] = root, root.dtype.itemsize
+            residuals[root.name] = root, root.dtype.itemsize
 
     for node in nodes:
         keeps = op_of(node).keeps
@@ -194,13 +194,13 @@ def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
             if policy == "full" or (keeps == (0, 1) and not _bilinear(node)):
                 continue
             if read == MASK:
-                kept[f"mask of {node.out.name}"] = node.out, MASK_BYTES
+                residuals[f"mask of {node.out.name}"] = node.out, MASK_BYTES
             else:
                 keep(node.out if read == RESULT else node.operands[cast("int", read)])
     if policy == "full":
         for v in entering.values():
             keep(v)
-    return list(kept.values())
+    return list(residuals.values())
 
 
 def _bilinear(node: Node) -> bool:

@@ -13,15 +13,18 @@ from functools import lru_cache
 
 import torch
 
+from ..graph import bare
+from ..ops.op import OPS
+
+OF_US = re.compile(r"(^|_)dims?$")
 # Arguments of collectives and the like that are dims; of ops torch's schemas tell.
 OF_RANKS = {
-    "all_gather": (2,),
-    "all_to_all": (2, 3),
     "pad": (2,),
-    "reduce_scatter": (2,),
-    "shard": (2,),
-    "start_gather": (2,),
-    "start_scatter": (2,),
+    **{
+        bare(name): tuple(i for i, a in enumerate(op.heeds.split()) if OF_US.search(a))
+        for name, op in OPS.items()
+        if name.startswith("comm.")
+    },
 }
 DIM = re.compile(r"^dims?\d?$|^(start|end)_dim$")
 CALLEE = re.compile(r"[\w.]+$")

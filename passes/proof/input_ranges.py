@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..graph import Graph, Node, Value, values_in
+from ..graph import Graph, Node, Value, bare, values_in
 from ..ops.arguments import arguments
 
 INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
@@ -128,7 +128,7 @@ def find_input_ranges(graph: Graph) -> dict[str, InputRange]:
 
 def _name(node: Node) -> str:
     """`masked_fill` of `aten.masked_fill.Scalar`, and of `aten.masked_fill_.Scalar`."""
-    return node.op.split(".")[1].rstrip("_")
+    return bare(node.op).rstrip("_")
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -27,6 +27,9 @@ from ..stage.local_stage import LocalStage
 from ..stage.reuse import find_owners
 from ..stage.storages import Storages, storages
 
+# Parts of a microbatch, where the weights' half of a backward is one; of messages.
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+COMMUNICATION_PARTS = (FORWARD, BACKWARD, "step")  # of `Communication`
 RECEIVES = [KINDS[Kind.RECV_F], KINDS[Kind.RECV_B]]
 
 
@@ -50,21 +53,22 @@ class Communication:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank: kept from a microbatch's forward to its backward; and the most
-    that a forward, or a backward with what it was given, has alive at once. Where the
-    backward is split, that is of the input half; weight_saved: what it keeps for the
-    weight half; weight_peak: the most that this has alive. step: of what is made of
+    """Bytes on one rank.
+
+    residuals: from a microbatch's forward to its backward. forward_peak, backward_peak:
+    the most that these have alive at once, with what they were given; where the
+    backward is split, that is of the input half. weight_residuals: what it keeps for
+    the weight half; weight_peak: the most that this has alive. step: of what is made of
     parameters for a whole step, gathered or in another precision, and of gradients
-    whole as long.
-    edges: the most before the first forward or after the last backward, when some of
-    these are in messages. received, sent: of a forward's messages; gradients are as
-    large, the other way.
+    whole as long. edges: the most before the first forward or after the last backward,
+    when some of these are in messages. received, sent: of a forward's messages;
+    gradients are as large, the other way.
     """
 
-    saved: int
+    residuals: int
     forward_peak: int
     backward_peak: int
-    weight_saved: int
+    weight_residuals: int
     step: int
     weight_peak: int = 0
     edges: int = 0
@@ -74,16 +78,16 @@ class Footprint:
     @property
     def each(self) -> int:
         """Bytes of a microbatch in flight, at most, while something else runs."""
-        return max(self.saved + self.sent, self.weight_saved)
+        return max(self.residuals + self.sent, self.weight_residuals)
 
     @property
     def working(self) -> int:
         """Bytes that an action has alive beyond those of microbatches in flight."""
-        forward = max(self.forward_peak, self.backward_peak) - self.saved
+        forward = max(self.forward_peak, self.backward_peak) - self.residuals
         messages = AHEAD * max(self.received, self.sent)
-        return messages + max(0, forward, self.weight_peak - self.weight_saved)
+        return messages + max(0, forward, self.weight_peak - self.weight_residuals)
 
-    def most(self, in_flight: int) -> int:
+    def peak(self, in_flight: int) -> int:
         """Bytes at most, with this many microbatches between forward and backward."""
         most = max(self.forward_peak, self.backward_peak, self.weight_peak)
         return max((in_flight - 1) * self.each + most + self.step, self.edges)
@@ -96,7 +100,7 @@ def rough_peak(own: Sequence[Footprint], in_flight: int) -> float:
     Microbatches are spread over the stages; what is made for a whole step is there for
     each of them.
     """
-    spread = fmean(of.most(in_flight) - of.step for of in own)
+    spread = fmean(of.peak(in_flight) - of.step for of in own)
     return max(spread + sum(of.step for of in own), sum(of.edges for of in own))
 
 
@@ -139,9 +143,9 @@ def bytes_alive(
     coming, freed = np.zeros((2, len(kinds)), dtype=np.int64)
     receives = np.flatnonzero(np.isin(kinds, RECEIVES))
     # A receive is posted as soon as another one has come.
-    posted = np.concatenate([np.zeros(AHEAD, dtype=np.int64), receives + 1])
+    prefetched = np.concatenate([np.zeros(AHEAD, dtype=np.int64), receives + 1])
     moved = size[kinds, stages]
-    np.add.at(coming, posted[: len(receives)], moved[receives])
+    np.add.at(coming, prefetched[: len(receives)], moved[receives])
     for send, recv in schedule.completed[rank]:
         freed[recv] += moved[send]
     change = after - before - freed
@@ -152,10 +156,14 @@ def bytes_alive(
 def _alive(of: Footprint) -> dict[Kind, tuple[int, int, int]]:
     """Bytes of a microbatch before an action, the most in it, and after it."""
     return {
-        Kind.F: (of.received, of.forward_peak, of.saved + of.sent),
-        Kind.B: (of.saved + of.sent, of.backward_peak, of.received),
-        Kind.I: (of.saved + of.sent, of.backward_peak, of.weight_saved + of.received),
-        Kind.W: (of.weight_saved, of.weight_peak, 0),
+        Kind.F: (of.received, of.forward_peak, of.residuals + of.sent),
+        Kind.B: (of.residuals + of.sent, of.backward_peak, of.received),
+        Kind.I: (
+            of.residuals + of.sent,
+            of.backward_peak,
+            of.weight_residuals + of.received,
+        ),
+        Kind.W: (of.weight_residuals, of.weight_peak, 0),
     }
 
 
@@ -169,17 +177,19 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     parts = storages(local)
     forward, backward, _ = parts
     owners, sizes = forward.owners, forward.sizes
-    saved = {owners[v.name] for v in local.residuals if v.name in owners}
+    residuals = {owners[v.name] for v in local.residuals if v.name in owners}
     owners = backward.owners
-    weight_saved = {owners[v.name] for v in local.weight_residuals if v.name in owners}
+    weight_residuals = {
+        owners[v.name] for v in local.weight_residuals if v.name in owners
+    }
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
     return [
         Footprint(
-            saved=sum(sizes[root] for root in saved),
+            residuals=sum(sizes[root] for root in residuals),
             forward_peak=f,
             backward_peak=b,
-            weight_saved=sum(backward.sizes[root] for root in weight_saved),
+            weight_residuals=sum(backward.sizes[root] for root in weight_residuals),
             step=step,
             weight_peak=w,
             edges=edges,
@@ -190,15 +200,15 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     ]
 
 
-def saved_by_layer(local: LocalStage) -> dict[str, int]:
+def residuals_by_layer(local: LocalStage) -> dict[str, int]:
     """Returns the kept bytes that each layer's forward makes ("": none)."""
     owners = find_owners(local.forward, {v.name: v.name for v in local.receives})
     roots = {owners[v.name] for v in local.residuals if v.name in owners}
-    saved: dict[str, int] = {}
+    residuals: dict[str, int] = {}
     for node in local.forward:
         size = sum(v.bytes for v in node.results if v.name in roots)
-        saved[node.location.layer] = saved.get(node.location.layer, 0) + size
-    return saved
+        residuals[node.location.layer] = residuals.get(node.location.layer, 0) + size
+    return residuals
 
 
 def _whole(local: LocalStage) -> tuple[int, int]:

@@ -129,7 +129,7 @@ class _Rank:
             for s in self.stages
         }
         self.each = {s: job.footprints[s].each for s in self.stages}
-        self.late = {s: job.footprints[s].weight_saved for s in self.stages}
+        self.late = {s: job.footprints[s].weight_residuals for s in self.stages}
         self.whole = sum(self.each.values())
         # Beside what waits, the most that any action needs while it runs.
         most = max(job.footprints[s].working for s in self.stages)

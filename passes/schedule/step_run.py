@@ -14,12 +14,11 @@ from ..schedule.core_contention import (
     CoreContention,
     simulate_contention,
 )
-from ..schedule.footprint import Footprint, bytes_alive
+from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, bytes_alive
 from ..schedule.schedule import Action, Kind, Schedule
 from ..schedule.simulate_schedule import Span, Timeline
 
 COMPUTE, COMMUNICATION = "compute", "communication"
-FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 NOTHING = Footprint(0, 0, 0, 0, 0)
 PARTS_OF = {
     Kind.F: (FORWARD,),

@@ -100,9 +100,9 @@ def least_bytes(
     whole = costs.stage(True, runs, True)
     most, beside = costs.least_alive[candidate.shares] if working else (0.0, 0.0)
     ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
-    others = (in_flight(candidate) - 1) * max(whole.saved, whole.weight_saved)
+    others = (in_flight(candidate) - 1) * max(whole.residuals, whole.weight_residuals)
     states, step = timed(candidate).resting(whole)
-    average = (states + step + (whole.saved + others) / v) / ranks + beside
+    average = (states + step + (whole.residuals + others) / v) / ranks + beside
     return 0.999 * max(average, most / v)
 
 

@@ -16,14 +16,13 @@ from itertools import groupby, product
 from math import prod
 
 from ..mesh import AXES, CONTEXT, DATA, EXPERT, PIPELINE, SHARDED_DATA, TENSOR, Mesh
-from ..plan import RECOMPUTE
+from ..plan import CONTEXT_PARALLEL, RECOMPUTE
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..ranges import RANGES
 from ..schedule.make_schedule import SCHEDULES
 from ..shard.query_groups import Groups, with_groups
 
-CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
 ALIKE = 0.05  # estimates that differ by less do not say which is faster
 INNER = (TENSOR, CONTEXT, EXPERT)  # fields of `Space`
 ORDER = tuple(name for name, axis in AXES.items() if axis.searched)
@@ -52,7 +51,7 @@ class Space:
     stages_per_rank: tuple[int, ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = RECOMPUTE
-    context_parallel: tuple[str, ...] = CONTEXT_PARALLEL
+    context_parallel: tuple[str, ...] = tuple(CONTEXT_PARALLEL)
     groups: Groups = frozenset()
 
 

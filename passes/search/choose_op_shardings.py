@@ -1,7 +1,7 @@
 """choose_op_shardings: for all ops what the axes of a plan split, within memory.
 
 On one axis they are the best there are (`passes.search.least_cost`), given what the
-other axes split; each axis is labelled again until nothing changes. A limit of memory
+other axes split; each axis is decided again until nothing changes. A limit of memory
 becomes a price of bytes, the lowest with which they fit (Everett 1963): of all that
 need as little they are the fastest.
 """
@@ -98,7 +98,7 @@ class Axis:
 
     def best(self, byte: float = 0.0) -> AxisShardings:
         """The op shardings that cost least, with a byte worth so many seconds."""
-        return self._labelling(self._chosen(byte))
+        return self._shardings_of(self._chosen(byte))
 
     def _chosen(self, byte: float = 0.0) -> Chosen:
         tables = [amounts.weigh(byte) for amounts in self.costs.tables]
@@ -108,7 +108,7 @@ class Axis:
         """The fastest that need no more bytes, as far as prices tell."""
         choices = self._chosen()
         if self._memory(choices) <= limit:
-            return self._labelling(choices)
+            return self._shardings_of(choices)
         low, high = CHEAPEST, DEAREST
         choices = self._chosen(high)
         if (memory := self._memory(choices)) > limit:
@@ -124,7 +124,7 @@ class Axis:
                 choices, high = tried, price
             else:
                 low = price
-        return self._labelling(choices)
+        return self._shardings_of(choices)
 
     @cached_property
     def ties(self) -> list[Table]:
@@ -159,7 +159,7 @@ class Axis:
             if {0, 2} <= span:
                 raise PlanError(
                     f"layers of '{self.runs.path}' share "
-                    f"{self.names[amounts.nodes[0]]}, so each cannot be labelled alone",
+                    f"{self.names[amounts.nodes[0]]}, so each cannot be decided alone",
                     fix="leave the op shardings out",
                 )
             for first in (0, 1):
@@ -188,7 +188,7 @@ class Axis:
 
     # --- the answer -----------------------------------------------------------------
 
-    def _labelling(self, chosen: Chosen) -> AxisShardings:
+    def _shardings_of(self, chosen: Chosen) -> AxisShardings:
         block, op_shardings = self.block, {}
         of_graph = self._texts({**chosen.choices, **(chosen.copies or [{}])[0]})
         if block is None:
@@ -219,9 +219,9 @@ class Axis:
         texts = {}
         for i, spot in choices.items():
             first = self.costs.nodes[i].results[0].name
-            label = self.costs.choices[i][spot].op_sharding
-            if self.named.origins[first] & Origin.PARAM and not isinstance(label, str):
-                texts[self.names[i]] = sharding_text(self.named.factors[i], label)
+            chosen = self.costs.choices[i][spot].op_sharding
+            if self.named.origins[first] & Origin.PARAM and not isinstance(chosen, str):
+                texts[self.names[i]] = sharding_text(self.named.factors[i], chosen)
         return texts
 
     def _memory(self, chosen: Chosen) -> float:
@@ -252,7 +252,7 @@ class Axis:
 @dataclass(frozen=True)
 class ChosenShardings:
     """plan: with op shardings of the whole model; of_graph: of the graph alone.
-    by_axis: axis -> its labelling, once those of the others were decided."""
+    by_axis: axis -> its op shardings, once those of the others were decided."""
 
     plan: Plan
     of_graph: Plan
@@ -282,7 +282,7 @@ def choose_op_shardings(
     ranks = plan.mesh.pipeline_ranks
     own = plan.memory or cluster.device.memory
     whole = ranks * (own if limit is None else limit)
-    saved = find_saved(named, plan)
+    residuals = find_residuals(named, plan)
     chosen: dict[str, AxisShardings] = {}
     done: list[Mapping[str, AxisShardings]] = []
     here = there = replace(plan, op_shardings={})
@@ -294,7 +294,7 @@ def choose_op_shardings(
                 axis,
                 cluster.device.running(plan.tf32, plan.backend),
                 cluster.link(plan.mesh, (axis,)),
-                saved,
+                residuals,
                 min(plan.microbatches, ranks),
                 decided,
             )
@@ -311,7 +311,7 @@ def _with(plan: Plan, axis: str, own: Mapping[str, str | None]) -> Plan:
     return replace(plan, op_shardings={**plan.op_shardings, axis: dict(own)})
 
 
-def find_saved(named: Named, plan: Plan) -> dict[str, str]:
+def find_residuals(named: Named, plan: Plan) -> dict[str, str]:
     """What one device would keep from forward to backward: each value, and what
     it is a view of, with that whose storage these show."""
     # What `auto` computes again is decided later, for what op shardings leave.

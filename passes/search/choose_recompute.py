@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..errors import AutoparError
 from ..plan import AUTO, RECOMPUTE, Plan
-from ..price.account import FORWARD, Account, by_rank, rank_memory
+from ..price.account import Account, by_rank, rank_memory
 from ..price.cluster import Cluster
 from ..price.compiled_cost import activation_budget, count_once, stage_accounts
 from ..price.price import compute_part
@@ -25,7 +25,7 @@ from ..schedule.choose_schedule import (
     splits_backward,
 )
 from ..schedule.fit_schedule import on_paper
-from ..schedule.footprint import footprint, peak_bytes, saved_by_layer
+from ..schedule.footprint import FORWARD, footprint, peak_bytes, residuals_by_layer
 from ..schedule.memory import OutOfMemory, RankMemory, out_of_memory
 from ..schedule.pareto_front import Option, pareto_front
 from ..schedule.schedule import Schedule, ScheduleError
@@ -171,12 +171,12 @@ class _Search:
         actions = schedule.ranks[schedule.stage_to_rank[stage.index]]
         flying = peak_in_flight(a for a in actions if a.stage == stage.index)
         tried = [self.uniform(stage, policy) for policy in RECOMPUTE]
-        saved = [saved_by_layer(local) for local in tried]
+        residuals = [residuals_by_layer(local) for local in tried]
         spent = [again_by_layer(x, self.plan, self.cluster) for x in tried]
         return [
             [
                 Option(seconds.get(layer, 0.0), flying * size.get(layer, 0))
-                for seconds, size in zip(spent, saved, strict=True)
+                for seconds, size in zip(spent, residuals, strict=True)
             ]
             for layer in stage.layers
         ]

@@ -265,7 +265,7 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
         {"1f1b": 0, AUTO: 2}.get(candidate.schedule, 1),
         candidate.zero,
         candidate.context_parallel != "gather",
-        candidate.labelled,
+        candidate.has_op_shardings,
     )
 
 

@@ -89,7 +89,7 @@ class ValueCosts:
         return self.v.name in self.setting.differentiable
 
     @property
-    def is_saved(self) -> bool:
+    def is_residual(self) -> bool:
         return self.v.name in self.setting.storages
 
     @property
@@ -100,7 +100,7 @@ class ValueCosts:
         dims = sharded.named.dims[self.v.name]
         sizes = tuple(tuple(d.size for d in dim) for dim in dims)
         other = (sizes, lies.slots, self.v.dtype)
-        return (*other, self.rests, self.savers, self.flows, self.is_saved)
+        return (*other, self.rests, self.savers, self.flows, self.is_residual)
 
     def __call__(self, made: tuple[State, bool], *uses: tuple[Need, ...]) -> Amount:
         """made: the state that the producer leaves it in, and whether it might be V.
@@ -123,7 +123,7 @@ class ValueCosts:
             return NEVER
         seconds = sum(self._seconds(kind, have, to) for _, kind, to in moves)
         if not self.rests:
-            return 0.0, seconds, self._saved(have, uses)
+            return 0.0, seconds, self._residual_seconds(have, uses)
         update, reduction, resting = self._at_rest(have)
         return update, seconds + reduction, resting
 
@@ -160,7 +160,7 @@ class ValueCosts:
         update = OPTIMIZER_TRAFFIC * amount / speed
         return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATES))
 
-    def _saved(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
+    def _residual_seconds(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
         """Bytes kept for the backward: in each state that a backward reads it in. As it
         is made it is kept once with all views of its storage."""
         read = {
@@ -170,7 +170,7 @@ class ValueCosts:
             for need in own
         }
         made = _place(have)
-        places = (read or {made}) if self.is_saved else read - {made}
+        places = (read or {made}) if self.is_residual else read - {made}
         size = sum(self.setting.bytes_of(self.v, place) for place in places)
         return float(size * self.setting.in_flight)
 

@@ -59,14 +59,14 @@ def name_ops(graph: Graph) -> tuple[OpName, ...]:
     return tuple(names)
 
 
-def sharding_text(factors: tuple[Factor, ...], label: OpSharding) -> str | None:
-    """How a plan writes a label: `seq`, or as an alternative of the op: `ring:seq`."""
-    if not isinstance(label, Factor):
+def sharding_text(factors: tuple[Factor, ...], sharding: OpSharding) -> str | None:
+    """How a plan writes it: `seq`, or as an alternative of the op: `ring:seq`."""
+    if not isinstance(sharding, Factor):
         return None
-    only = "" if label in factors else label.role
-    name = label.dim.name
+    only = "" if sharding in factors else sharding.role
+    name = sharding.dim.name
     if UNNAMED.fullmatch(name):
-        same = [f == label or bool(only and f.dim == label.dim) for f in factors]
+        same = [f == sharding or bool(only and f.dim == sharding.dim) for f in factors]
         name = f"#{same.index(True)}"
     return str(Preference(name, only))
 
@@ -86,7 +86,7 @@ def splittable(
 
 @dataclass(frozen=True)
 class PlanSharding:
-    """A label that the plan gives: its text, and the plan's name for the op."""
+    """An op sharding that the plan gives: its text, and the plan's name for the op."""
 
     op: str
     text: str | None
@@ -117,7 +117,7 @@ def read_plan_shardings(
             raise PlanError(
                 f"op_shardings of '{axis}' name {unused[0]!r}, but no op that reads "
                 "parameters or what is made of them has this name",
-                fix=f"names look like '{like}'; drop this label",
+                fix=f"names look like '{like}'; leave this op out",
             )
     return read
 
@@ -128,22 +128,22 @@ def planned_factor(
     axis: str,
     i: int,
     others: Mapping[str, OpSharding],
-    label: PlanSharding,
+    planned: PlanSharding,
 ) -> Factor | None:
-    """The dim that a plan's label names. Raises: PlanError if it cannot be split."""
-    if label.text is None:
+    """The dim that an op sharding names. Raises: PlanError if it cannot be split."""
+    if planned.text is None:
         return None
     node, options = named.graph.nodes[i], splittable(named, allowed, axis, i, others)
     texts = [sharding_text(named.factors[i], f) for f in options]
-    if label.text not in texts:
+    if planned.text not in texts:
         shown = ", ".join(str(t) for t in texts) or "null alone"
         raise PlanError(
-            f"the label {label.op!r}: {label.text!r} of '{axis}' asks for a dim that "
-            f"{node} cannot be split along",
+            f"the op sharding {planned.op!r}: {planned.text!r} of '{axis}' asks for a "
+            f"dim that {node} cannot be split along",
             source=str(node.location),
             fix=f"it may be {shown}, or null",
         )
-    return options[texts.index(label.text)]
+    return options[texts.index(planned.text)]
 
 
 def fold(shardings: Mapping[OpName, str | None]) -> dict[str, str | None]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..dims.name_dims import Dim, Factor, Named
 from ..dims.origins import Origin, find_differentiable
-from ..graph import Graph, InvalidGraph, Node, Value
+from ..graph import Graph, InvalidGraph, Node, Value, bare
 from ..mesh import TIME
 from ..ops.experts import WEIGHT
 from ..ops.linearity import is_jointly_linear
@@ -90,7 +90,7 @@ def propagate(named: Named, plan: Plan) -> Sharded:
         if swept.wanted_ahead <= ahead:
             break
         ahead = _with_ancestors(named, ahead | swept.wanted_ahead, counts)
-    check_rings(named.graph, plan, swept.op_shardings, swept.labels.keys())
+    check_rings(named.graph, plan, swept.op_shardings, swept.planned.keys())
     if TIME in plan.axes:
         check_loss(named, swept.states, swept.op_shardings, plan.microbatches)
     return Sharded(
@@ -137,7 +137,7 @@ class _Propagation:
         }  # order of preference
         flows = find_differentiable(named.graph, named.traced.trainable)
         self.allowed = Allowed(self.sizes, flows)
-        self.labels = read_plan_shardings(named, plan)
+        self.planned = read_plan_shardings(named, plan)
         self.states: dict[str, Sharding] = {}
         self.op_shardings: list[Mapping[str, OpSharding]] = []
         self.needs: list[tuple[Sharding, ...]] = []
@@ -224,10 +224,10 @@ class _Propagation:
         """As a hint demands it, as the plan says, or what is preferred."""
         factors = self.named.factors[i]
         pinned = self.pins.factor(axis, node, factors)
-        label = self.labels.get((node.results[0].name, axis))
-        if pinned is None and label is not None:
+        planned = self.planned.get((node.results[0].name, axis))
+        if pinned is None and planned is not None:
             return planned_factor(
-                self.named, self.allowed, axis, i, op_shardings, label
+                self.named, self.allowed, axis, i, op_shardings, planned
             )
         return pinned or self.preferred(axis, factors, op_shardings, node)
 
@@ -238,7 +238,7 @@ class _Propagation:
         op_shardings: Mapping[str, OpSharding],
         node: Node,
     ) -> Factor | None:
-        order, op = self.rank[axis], node.op.split(".")[1]
+        order, op = self.rank[axis], bare(node.op)
         others = alternative_factors(node, factors, self.allowed, op_shardings)
         choices = [
             *((only, f) for f in factors for only in ("", op, WEIGHTS)),

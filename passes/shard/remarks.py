@@ -29,13 +29,13 @@ def find_remarks(sharded: Sharded) -> tuple[str, ...]:
     """Lines for the user, those about the whole model first."""
     plan = sharded.plan
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
-    notes = [
+    remarks = [
         note
         for axis in axes
         for note in (*_unsplit(sharded, axis), *_held_whole(sharded, axis))
     ]
     return (
-        *notes,
+        *remarks,
         *_without_experts(sharded),
         *_unruled(sharded),
         *_precision(sharded),
@@ -79,20 +79,20 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
             by_token.setdefault(op_sharding.dim.name, []).append(node)
     if count == len(whole):
         return [f"{axis} splits no matrix product: its ranks all compute the same"]
-    notes = []
+    remarks = []
     if whole:
         places = _places(whole)
         why, fix = _too_small(sharded, axis, whole)
-        notes.append(
+        remarks.append(
             f"{axis} does not split {places}{why}: its ranks all compute the same{fix}"
         )
     for dim, nodes in by_token.items():
         places, (why, fix) = _places(nodes), _too_small(sharded, axis, nodes)
-        notes.append(
+        remarks.append(
             f"{axis} splits {places}{why} along '{dim}' only: its ranks all hold the "
             f"weights{fix}"
         )
-    return notes
+    return remarks
 
 
 def _held_whole(sharded: Sharded, axis: str) -> list[str]:
@@ -179,17 +179,17 @@ def _unruled(sharded: Sharded) -> list[str]:
 def _precision(sharded: Sharded) -> list[str]:
     """Parameters that are not what an optimizer or the plan's precision wants."""
     dtypes = {v.dtype for v in sharded.graph.params}
-    notes = []
+    remarks = []
     for dtype in (torch.bfloat16, torch.float16):
         if dtype in dtypes:
-            notes.append(
+            remarks.append(
                 f"parameters are {DTYPES[dtype]}, without a copy in float32: updates "
                 "too small for them get lost; a float32 model with precision= keeps "
                 "its parameters in float32"
             )
     if sharded.plan.dtype and torch.float64 in dtypes:
-        notes.append(
+        remarks.append(
             f"parameters are f64: precision {sharded.plan.precision!r} leaves them and "
             "what is computed with them as they are, as autocast does"
         )
-    return notes
+    return remarks

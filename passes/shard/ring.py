@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import ShardingConflict
-from ..graph import Graph
+from ..graph import Graph, bare
 from ..ops.attention import RING
 from ..plan import Plan
 from ..shard.alternatives import alternative_of
@@ -24,9 +24,9 @@ SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 
 def has_rings(plan: Plan, axis: str) -> bool:
     """Whether keys and values of any attention are passed round on an axis."""
-    labels = plan.op_shardings.get(axis, {}).values()
+    preferred = plan.op_shardings.get(axis, {}).values()
     return prefers_rings(plan, axis) or any(
-        Preference.parse(text).only == RING for text in labels if text
+        Preference.parse(text).only == RING for text in preferred if text
     )
 
 
@@ -39,10 +39,10 @@ def check_rings(
     graph: Graph,
     plan: Plan,
     op_shardings: Sequence[Mapping[str, OpSharding]],
-    labels: Collection[tuple[str, str]],
+    preferred: Collection[tuple[str, str]],
 ) -> None:
     """Where a plan prefers rings, every attention must be one, but for those of which
-    the plan says something else. labels: their first results, and the axes.
+    the plan says something else. preferred: their first results, and the axes.
 
     Raises: ShardingConflict, at the first that is not; it would gather all keys.
     """
@@ -54,8 +54,8 @@ def check_rings(
             if node.op != "autopar.attention":
                 continue
             count += 1
-            own_label = (node.results[0].name, axis) in labels
-            if not own_label and alternative_of(node, chosen[axis]) is None:
+            is_planned = (node.results[0].name, axis) in preferred
+            if not is_planned and alternative_of(node, chosen[axis]) is None:
                 raise _refusal(axis, str(node), str(node.location))
         if not count:
             raise _not_fused(axis, graph)
@@ -84,7 +84,7 @@ def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
     for node in graph.nodes:
         if made & {v.name for v in node.operands}:
             dropped = dropped or node.op == "autopar.dropout"
-            if node.op.partition(".")[2].startswith(("masked_fill", "_to_copy", "to.")):
+            if bare(node.op) in ("masked_fill", "masked_fill_", "_to_copy", "to"):
                 made |= {v.name for v in node.results}
     without = " with dropout_p=0.0" if dropped else ""
     return ShardingConflict(

@@ -156,7 +156,7 @@ def join(
         d_receives=d_receives,
         loss=loss,
         seeds=tuple(writer.seeds),
-        grads=writer.tape.grads,
+        grads=writer.cts.grads,
         standing=frozenset(standing),
         halves=halves,
         input_half=frozenset(input_half),

@@ -8,6 +8,6 @@ import keyword
 MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
 RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})
 # Functions that an executor calls, with tables and collectives.
-FORWARD = ("setup", "prologue", "forward", "epilogue")
-BACKWARD = ("backward", "backward_input", "backward_weight")
-ENTRIES = frozenset({*FORWARD, *BACKWARD})
+FORWARD_ENTRIES = ("setup", "prologue", "forward", "epilogue")
+BACKWARD_ENTRIES = ("backward", "backward_input", "backward_weight")
+ENTRIES = frozenset({*FORWARD_ENTRIES, *BACKWARD_ENTRIES})

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map_only
 from ..builder import Builder
 from ..errors import CaptureError
 from ..graph import Node, Value, map_values
+from ..ops.cotangents import Cotangents
 from ..ops.evaluate import function_of
-from ..ops.tape import Tape
 from ..stage.reuse import may_alias
 
 # Of what an op makes: a rank's own is made where the rank computes.
@@ -49,9 +49,9 @@ class Template:
     grads: tuple[Value | None, ...]
 
 
-def template_of(tape: Tape, node: Node) -> Template:
+def template_of(cts: Cotangents, node: Node) -> Template:
     """The template of a node's signature; traced once for all nodes that share it."""
-    wanted = tuple(tape.wanted(v) for v in node.operands)
+    wanted = tuple(cts.wanted(v) for v in node.operands)
     places = iter(range(len(node.operands)))
     numbered = map_values(lambda _: _Operand(next(places)), (node.args, node.kwargs))
     args, kwargs = numbered
@@ -71,13 +71,15 @@ class _Operand:
     index: int
 
 
-def traced(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
+def traced(
+    cts: Cotangents, node: Node, dys: Sequence[Value | None]
+) -> list[Value | None]:
     """Instantiate the backward of a node whose template's forward ran before."""
-    template = template_of(tape, node)
-    bound = tape.bindings[node.results[0].name]
+    template = template_of(cts, node)
+    bound = cts.bindings[node.results[0].name]
     for own, out, dy in zip(template.dys, node.outs, dys, strict=True):
         if own is not None and out is not None:
-            bound[own.name] = dy if dy is not None else tape.zeros(out, node)
+            bound[own.name] = dy if dy is not None else cts.zeros(out, node)
     named = {
         grad.name: v.name
         for grad, v in zip(template.grads, node.operands, strict=True)
@@ -85,28 +87,26 @@ def traced(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | 
     }
     for inner in template.backward:
         outs = tuple(
-            None
-            if v is None
-            else tape.fresh(v, named.get(v.name, node.results[0].name))
+            None if v is None else cts.fresh(v, named.get(v.name, node.results[0].name))
             for v in inner.outs
         )
         new = inner.substitute(lambda v: bound[v.name])
-        tape.append(Node(new.op, new.args, new.kwargs, outs, node.location))
+        cts.append(Node(new.op, new.args, new.kwargs, outs, node.location))
         for old, fresh in zip(inner.outs, outs, strict=True):
             if old is not None and fresh is not None:
                 bound[old.name] = fresh
                 if may_alias(new):
-                    tape.share(fresh)
+                    cts.share(fresh)
     grads = [None if g is None else bound[g.name] for g in template.grads]
     for dy in grads:
         if dy is not None and grads.count(dy) > 1:
-            tape.share(dy)
+            cts.share(dy)
     return grads
 
 
-def expand_forward(tape: Tape, node: Node) -> list[Node]:
+def expand_forward(cts: Cotangents, node: Node) -> list[Node]:
     """The forward nodes of a traced op, with the results that its backward keeps."""
-    template = template_of(tape, node)
+    template = template_of(cts, node)
     bound = {x.name: v for x, v in zip(template.xs, node.operands, strict=True)}
     final = {
         t.name: v
@@ -116,7 +116,7 @@ def expand_forward(tape: Tape, node: Node) -> list[Node]:
     nodes = []
     for inner in template.forward:
         outs = tuple(
-            None if v is None else final.get(v.name) or tape.kept(v, node)
+            None if v is None else final.get(v.name) or cts.residual(v, node)
             for v in inner.outs
         )
         new = inner.substitute(lambda v: bound[v.name])
@@ -131,7 +131,7 @@ def expand_forward(tape: Tape, node: Node) -> list[Node]:
             # One of its operands, or of its other results.
             same = (bound[t.name],)
             nodes.append(Node("aten.alias.default", same, {}, (v,), node.location))
-    tape.bindings[node.results[0].name] = bound
+    cts.bindings[node.results[0].name] = bound
     return nodes
 
 

@@ -13,8 +13,8 @@ import torch
 
 from ..builder import Builder
 from ..graph import Node, Value
+from ..ops.cotangents import Cotangents, seed_of
 from ..ops.op import Derivative, is_usual, op_of
-from ..ops.tape import Tape, seed_of
 from ..shard.parameter_sharding import find_gathered
 from ..stage.fuse import drop_identities
 from ..stage.overlap import by_layer, gather_ahead
@@ -39,7 +39,7 @@ class Writer:
             for v in trained
             if v.name in differentiable
         }
-        self.tape = Tape(builder, differentiable, grads, sizes, dtypes, casts)
+        self.cts = Cotangents(builder, differentiable, grads, sizes, dtypes, casts)
         self.forward: list[Node] = []
         self.backward: list[Node] = []
         self.epilogue: list[Node] = []
@@ -51,9 +51,9 @@ class Writer:
 
     def run_forward(self, nodes: list[Node]) -> None:
         for node in nodes:
-            flows = any(self.tape.wanted(v) for v in node.results)
+            flows = any(self.cts.wanted(v) for v in node.results)
             if flows and self._derivative(node) is None:
-                self.forward += expand_forward(self.tape, node)
+                self.forward += expand_forward(self.cts, node)
             else:
                 node = self.with_results(node)
                 self.forward.append(node)
@@ -63,12 +63,12 @@ class Writer:
     def with_results(self, node: Node) -> Node:
         """The node with all results of the function that runs it."""
         op = op_of(node)
-        return op.forward(self.tape, node) if op.forward else node
+        return op.forward(self.cts, node) if op.forward else node
 
     def _derivative(self, node: Node) -> Derivative | None:
         """What its declaration has; None for what is traced."""
         op = op_of(node)
-        is_traced = op.traced_if is not None and op.traced_if(self.tape, node)
+        is_traced = op.traced_if is not None and op.traced_if(self.cts, node)
         return op.derivative if is_usual(node) and not is_traced else None
 
     def seed(
@@ -84,34 +84,34 @@ class Writer:
         """
         incoming: list[Value | None] = []
         for v in sends:
-            if not self.tape.wanted(v):
+            if not self.cts.wanted(v):
                 incoming.append(None)
                 continue
-            dy = self.tape.fresh(v)
+            dy = self.cts.fresh(v)
             incoming.append(dy)
             self.seeds.append(dy)
             if halves:
-                self.tape.share(dy)
-            self.tape.add(v, dy)
-        if loss is not None and self.tape.wanted(loss):
-            self.tape.add(loss, seed_of(self.tape, loss, self.through[-1], scaled))
+                self.cts.share(dy)
+            self.cts.add(v, dy)
+        if loss is not None and self.cts.wanted(loss):
+            self.cts.add(loss, seed_of(self.cts, loss, self.through[-1], scaled))
         return tuple(incoming)
 
     def run_backward(self, receives: tuple[Value, ...]) -> tuple[Value | None, ...]:
         """Down to the cotangents that the stage before waits for: zeros, where this
         one's gradient does not depend on what it received."""
-        tape = self.tape
+        cts = self.cts
         self._transpose(self.through)
         # A stage may only look at what it hands on: a maximum of the logits.
         at = (self.through or self.forward)[0]
         gradients: list[Value | None] = []
         for v in receives:
-            dy = (tape.take(v, at) or tape.zeros(v, at)) if tape.wanted(v) else None
+            dy = (cts.take(v, at) or cts.zeros(v, at)) if cts.wanted(v) else None
             # A stage before on this rank adds to it in place.
-            if dy is not None and (tape.is_shared(dy) or dy in gradients):
-                dy = tape.emit("aten.clone.default", v, at, dy)
+            if dy is not None and (cts.is_shared(dy) or dy in gradients):
+                dy = cts.emit("aten.clone.default", v, at, dy)
             gradients.append(dy)
-        self.backward, tape.nodes = tape.nodes, []
+        self.backward, cts.nodes = cts.nodes, []
         return tuple(gradients)
 
     def run_epilogue(self) -> None:
@@ -119,32 +119,32 @@ class Writer:
 
         The loop stops at them as at parameters, so their makers are left to be done.
         """
-        tape = self.tape
-        made = [v for n in self.through for v in n.results if v.name in tape.grads]
+        cts = self.cts
+        made = [v for n in self.through for v in n.results if v.name in cts.grads]
         for v in made:
-            tape.add(v, tape.grads[v.name])
-            tape.share(tape.grads[v.name])
+            cts.add(v, cts.grads[v.name])
+            cts.share(cts.grads[v.name])
         self._transpose(self.through if made else [])
-        self.epilogue, tape.nodes = tape.nodes, []
+        self.epilogue, cts.nodes = cts.nodes, []
 
     def _transpose(self, nodes: list[Node]) -> None:
         """Pass the cotangents that are known on, from the last node to the first."""
-        tape = self.tape
+        cts = self.cts
         for node in reversed(nodes):
-            dys = [None if v is None else tape.take(v, node) for v in node.outs]
+            dys = [None if v is None else cts.take(v, node) for v in node.outs]
             for v, dy in zip(node.outs, dys, strict=True):
                 if v is not None and dy is not None:
                     self.cotangents[v.name] = dy
             if not any(dys):
                 continue
-            gradients = (self._derivative(node) or traced)(tape, node, dys)
+            gradients = (self._derivative(node) or traced)(cts, node, dys)
             for v, dy in zip(node.operands, gradients, strict=True):
-                if dy is None or not tape.wanted(v):
+                if dy is None or not cts.wanted(v):
                     continue
-                if tape.is_param(v):
-                    tape.accumulate(v, "autopar.add_", node, dy)
+                if cts.is_param(v):
+                    cts.accumulate(v, "autopar.add_", node, dy)
                 else:
-                    tape.add(v, tape.cast(dy, v, node))
+                    cts.add(v, cts.cast(dy, v, node))
 
     def drop_dead(
         self, outputs: tuple[Value | None, ...], ends: Collection[str]
@@ -166,7 +166,7 @@ class Writer:
         taken = self._take_out(casts)
         if gathers:
             whole = self._take_out(find_gathered(self.forward, standing))
-            taken += gather_ahead(whole, standing, by_layer, self.tape.builder)
+            taken += gather_ahead(whole, standing, by_layer, self.cts.builder)
         return taken + self._take_out(self._read_after())
 
     def _read_after(self) -> set[str]:

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.passes.graph import bare
 from autopar.passes.ops.op import OPS
 
 SOURCE = re.compile(r"([\w.-]+\.py):(\d+)$")
 PENDING = re.compile(r"\+(\w+)|(\w+):(\w+)")
 # What lays a tensor out otherwise and computes nothing.
-VIEWS = {
-    *("reshape", "view", "permute", "transpose", "expand", "unbind", "detach"),
-    *("slice", "select", "squeeze", "unsqueeze", "split", "as_strided", "alias"),
-}
+VIEWS = {bare(name) for name, op in OPS.items() if op.view}
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class ProcessComm(Comm):
 
     def _start(self, messages: Sequence[Message]) -> list[_Transfer]:
         """Raises: CommError, if no communicator is for these."""
-        self._let_go()
+        self._free_storage()
         if self._point_to_point is None:
             return [_Transfer(call(x, to, tag=tag), x) for call, x, to, tag in messages]
         works = self._point_to_point.start(messages)
@@ -229,7 +229,7 @@ class ProcessComm(Comm):
         pairs = zip(works, messages, strict=True)
         return [_Transfer(work, message[1]) for work, message in pairs]
 
-    def _let_go(self) -> None:
+    def _free_storage(self) -> None:
         """Lets go of the tensors that were sent."""
         while self._sends and self._sends[0].done():
             self._sends.popleft()

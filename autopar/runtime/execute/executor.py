@@ -280,7 +280,7 @@ class Executor:
         )
         made = self.outputs.take(action.stage, i, made)
         if not self.state.evaluating:
-            stage.saved[i] = saved
+            stage.residuals[i] = saved
         if action.stage == len(self.program.stages) - 1:
             self._losses.append(made[-1])
         else:
@@ -298,7 +298,7 @@ class Executor:
             stage.grads,
             stage.constants,
             stage.batch,
-            stage.saved.pop(i),
+            stage.residuals.pop(i),
             *dys,
         )
         if not whole:

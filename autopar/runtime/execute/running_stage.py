@@ -52,7 +52,7 @@ class RunningStage:
     constants: dict[str, Tensor] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
     # By microbatch: from forward to backward, and from its input to its weight half.
-    saved: dict[int, list[Tensor]] = field(default_factory=dict)
+    residuals: dict[int, list[Tensor]] = field(default_factory=dict)
     weight_residuals: dict[int, list[Tensor]] = field(default_factory=dict)
     # What is done once a step after the backwards; it waits for these to be ready.
     epilogue: Iterator[list[Tensor]] | None = None

@@ -15,8 +15,8 @@ from autopar.machine.hardware import cluster_of, with_memory
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
-from autopar.planner.label_best import label_best, open_to_labels
 from autopar.planner.planner import capture_short, find_plans, plan_of
+from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
 from autopar.verify import verify
 
 SAMPLES = 16
@@ -30,7 +30,7 @@ SAMPLES = 16
         pytest.param("pp=2,cp=2", 80e9, "bf16", marks=pytest.mark.slow),
     ],
 )
-def test_labelled_plans_are_faster_and_fit_and_are_right(
+def test_plans_with_op_shardings_are_faster_and_fit_and_are_right(
     mesh: str, memory: float, precision: str
 ) -> None:
     case = plain_gpt(batch=SAMPLES, tied=False)
@@ -38,17 +38,17 @@ def test_labelled_plans_are_faster_and_fit_and_are_right(
     cluster = with_memory(cluster_of(f"{where.size}xA100-80GB"), memory)
     of = capture_short(case.model, case.batch, precision=precision)
     plain = find_plans(of, cluster, SAMPLES, where, recompute=("none",))
-    found, plans = label_best(plain, of, cluster)
-    assert plans and {e.candidate for e in found.best if e.candidate.labelled} == {
-        *plans
-    }
+    found, plans = shard_ops_of_best(plain, of, cluster)
+    assert plans and {
+        e.candidate for e in found.best if e.candidate.has_op_shardings
+    } == {*plans}
     templates = {e.candidate: e for e in plain.best}
     for e in found.best:
-        if e.candidate.labelled:
-            before = templates[replace(e.candidate, labelled=False)]
+        if e.candidate.has_op_shardings:
+            before = templates[replace(e.candidate, has_op_shardings=False)]
             assert e.seconds < before.seconds and e.peak <= memory
-    chosen = next(e for e in found.best if e.candidate.labelled)
-    assert "labels" in str(chosen.candidate)
+    chosen = next(e for e in found.best if e.candidate.has_op_shardings)
+    assert "op shardings" in str(chosen.candidate)
     plan = plans[chosen.candidate]
     assert plan.op_shardings and not plan_of(chosen.candidate, of).op_shardings
     program = compile_program(case.trace(plan.lowering), plan, PLAIN)
@@ -61,7 +61,7 @@ def test_plans_without_an_axis_to_label_stay() -> None:
     case = plain_gpt(batch=SAMPLES)
     of, cluster = capture_short(case.model, case.batch), cluster_of("2xA100-80GB")
     plain = find_plans(of, cluster, SAMPLES, Mesh.parse("dp=2"))
-    found, plans = label_best(plain, of, cluster)
+    found, plans = shard_ops_of_best(plain, of, cluster)
     assert found.best == plain.best and not plans
 
 
@@ -73,26 +73,28 @@ def test_labels_are_tried_where_a_plan_could_become_the_fastest() -> None:
     )
     found = replace(fast, best=(*fast.best, *slow.best))
     behind = slow.best[0].seconds / min(e.seconds for e in fast.best) - 1
-    assert behind > 0.01 and not open_to_labels(found, behind / 2)
-    assert open_to_labels(found, 1.01 * behind)[0] == slow.best[0]
+    assert behind > 0.01 and not open_to_op_shardings(found, behind / 2)
+    assert open_to_op_shardings(found, 1.01 * behind)[0] == slow.best[0]
 
 
-@pytest.mark.parametrize(("given", "labelled"), [([], True), (["--no-labels"], False)])
+@pytest.mark.parametrize(
+    ("given", "has_them"), [([], True), (["--no-op-shardings"], False)]
+)
 def test_labels_are_among_the_plans_unless_they_are_not_wanted(
-    given: list[str], labelled: bool, tmp_path: Path, capsys
+    given: list[str], has_them: bool, tmp_path: Path, capsys
 ) -> None:
     asked = ["--devices", "2xA100-80GB", "--mesh", "tp=2", "--microbatches", "1"]
     assert main(["plan", model_file(tmp_path), *asked, *given]) == 0
-    assert (", labels " in capsys.readouterr().out) == labelled
+    assert (", op shardings " in capsys.readouterr().out) == has_them
 
 
 def test_the_command_writes_and_tells_labels(tmp_path: Path, capsys) -> None:
     spec, where = model_file(tmp_path), str(tmp_path / "plan")
     asked = ["--devices", "2xCPU", "--mesh", "tp=2", "--microbatches", "1"]
-    assert main(["plan", spec, *asked, "--labels", "-o", where]) == 0
+    assert main(["plan", spec, *asked, "--op-shardings", "-o", where]) == 0
     assert "op shardings: what an axis splits of an op" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["op_shardings"]
     assert main(["explain", where]) == 0
     assert "op shardings: what an axis splits of an op" in capsys.readouterr().out
     assert main(["explain", where, "--reprice"]) == 2
-    assert "labels were decided for 2xCPU" in capsys.readouterr().err
+    assert "op shardings were decided for 2xCPU" in capsys.readouterr().err

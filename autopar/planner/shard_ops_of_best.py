@@ -1,4 +1,4 @@
-"""Labels for the best plans that a search found: where they gain, the plan has them.
+"""Op shardings for the best plans that a search found: where they gain, it has them.
 
 A search prices an axis as its template splits (Megatron's, for tp). For the best plans
 the shardings of all ops are then decided exactly, by
@@ -22,15 +22,15 @@ from autopar.passes.price.price_layers import cut_layers, price_cut
 from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
 from autopar.passes.search.search import Ranking, simplest_first, stages_of
-from autopar.planner.planner import ShortModel, label_plan, plan_of
+from autopar.planner.planner import ShortModel, plan_of, shard_ops
 from autopar.progress import tell
 
-MOST = 2  # of the best plans are labelled, that differ by more than ZeRO
-TRIES = 2  # to leave room for what labels do not count
-GAIN = 1e-3  # of a step: what a plan must gain to have labels
+MOST = 2  # of the best plans have ops sharded, that differ by more than ZeRO
+TRIES = 2  # to leave room for what op shardings do not count
+GAIN = 1e-3  # of a step: what a plan must gain to have them
 
 
-def open_to_labels(plans: Ranking, reach: float = math.inf) -> list[Estimate]:
+def open_to_op_shardings(plans: Ranking, reach: float = math.inf) -> list[Estimate]:
     """The best of the plans whose axes leave something to decide.
 
     reach: share of the fastest plan's seconds by which these may be slower.
@@ -43,24 +43,24 @@ def open_to_labels(plans: Ranking, reach: float = math.inf) -> list[Estimate]:
     return list(open_to.values())[:MOST]
 
 
-def label_best(
+def shard_ops_of_best(
     searched: Ranking,
     whole: ShortModel,
     cluster: Cluster,
     reach: float = math.inf,
     decided: bool = False,
 ) -> tuple[Ranking, Mapping[Candidate, Plan]]:
-    """Returns the ranking with labelled plans among the best; and these plans.
+    """Returns the ranking with plans that have op shardings among the best; and these.
 
-    whole: the model captured with all samples of a step. reach: see `open_to_labels`.
-    decided: see `autopar.planner.planner.label_plan`.
+    whole: the model captured with all samples of a step. reach: see
+    `open_to_op_shardings`. decided: see `autopar.planner.planner.shard_ops`.
     """
     plans: dict[Candidate, Plan] = {}
     better: list[Estimate] = []
-    open_to = open_to_labels(searched, reach)
+    open_to = open_to_op_shardings(searched, reach)
     for number, e in enumerate(open_to):
-        tell(f"choosing labels of {e.candidate}", number, len(open_to))
-        tried = _labelled(e, whole, cluster, decided)
+        tell(f"choosing op shardings of {e.candidate}", number, len(open_to))
+        tried = _with_op_shardings(e, whole, cluster, decided)
         if tried and tried[0].seconds < e.seconds * (1 - GAIN):
             better.append(tried[0])
             plans[tried[0].candidate] = tried[1]
@@ -69,41 +69,41 @@ def label_best(
 
 
 def _inner(candidate: Candidate) -> bool:
-    """Whether it has an axis of which labels decide what it splits."""
+    """Whether it has an axis of which op shardings decide what it splits."""
     return any(
         n > 1 and not AXES[a].splits_samples for a, n in candidate.mesh.stage_axes
     )
 
 
-def _labelled(
+def _with_op_shardings(
     e: Estimate, whole: ShortModel, cluster: Cluster, decided: bool
 ) -> tuple[Estimate, Plan] | None:
-    """The estimate and plan with labels; None: none of them fit, or samples are taken
+    """The estimate and plan with them; None: none of them fit, or samples are taken
     together, so that what one costs cannot be told."""
     plan, limit = plan_of(e.candidate, whole), cluster.device.memory
     memory = limit
     for _ in range(TRIES):
         try:
-            chosen = label_plan(whole, plan, cluster, memory, decided)
-            labelled = _priced(e.candidate, chosen, whole, cluster)
+            chosen = shard_ops(whole, plan, cluster, memory, decided)
+            sharded = _priced(e.candidate, chosen, whole, cluster)
         except (ShardingsDoNotFit, LossNotSeparable):
             return None
-        if labelled.peak <= limit:
-            return labelled, chosen.plan
-        memory -= labelled.peak - limit
+        if sharded.peak <= limit:
+            return sharded, chosen.plan
+        memory -= sharded.peak - limit
         if memory <= 0:
             return None
     return None
 
 
 def _priced(
-    candidate: Candidate, labelled: ChosenShardings, whole: ShortModel, cluster: Cluster
+    candidate: Candidate, chosen: ChosenShardings, whole: ShortModel, cluster: Cluster
 ) -> Estimate:
-    """By the graph that the labels make, as `autopar.planner.planner.make_prices`
+    """By the graph that op shardings make, as `autopar.planner.planner.make_prices`
     does."""
-    candidate = replace(candidate, labelled=True)
+    candidate = replace(candidate, has_op_shardings=True)
     plan = replace(
-        labelled.of_graph,
+        chosen.of_graph,
         mesh=layer_mesh(candidate.mesh),
         microbatches=whole.batch // candidate.samples,
         zero=0,

@@ -5,19 +5,20 @@ from __future__ import annotations
 from textwrap import fill
 
 from autopar.passes.plan import Plan
+from autopar.passes.shard.plan_shardings import OpName
 from autopar.reports.tables import Table
 
 OPS = 44  # letters of a line of ops
 
 
-def label_table(plan: Plan) -> Table:
-    """Each axis and module: the ops whose label is the same, and what is split."""
+def op_sharding_table(plan: Plan) -> Table:
+    """Each axis and module: the ops that are sharded alike, and what is split."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for axis, own in plan.op_shardings.items():
         for name, dim in own.items():
-            module, _, op = name.partition(":")
-            key = (axis, module or "(outside of modules)", dim or "whole")
-            rows.setdefault(key, []).append(op)
+            named = OpName.parse(name)
+            key = (axis, named.module or "(outside of modules)", dim or "whole")
+            rows.setdefault(key, []).append(named.op)
     return Table(
         "op shardings: what an axis splits of an op",
         ("axis", "module", "ops", "splits"),

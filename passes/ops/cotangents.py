@@ -1,6 +1,6 @@
 """The record of a backward pass while it is being written.
 
-Cotangents of a value are collected from its consumers and added when its producer is
+OutCotangents of a value are collected from its consumers and added when its producer is
 reached. One that nobody else reads is added to in place.
 """
 
@@ -24,7 +24,7 @@ class _Collected:
     adders: list[tuple[str, tuple[Any, ...], Node]] = field(default_factory=list)
 
 
-class Tape:
+class Cotangents:
     """Backward nodes of one stage, in the order in which they run."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Tape:
         name = _named(of or like.name)
         return self.builder.value(name, like.shape, self.dtype(like))
 
-    def kept(self, like: Value, node: Node) -> Value:
+    def residual(self, like: Value, node: Node) -> Value:
         """A new forward value that a node's traced forward makes for its backward."""
         name = f"{node.results[0].name}_kept"
         return self.builder.value(name, like.shape, like.dtype)
@@ -224,10 +224,10 @@ def _named(name: str) -> str:
     return name if name.startswith("d_") else f"d_{name}"
 
 
-def seed_of(tape: Tape, loss: Value, node: Node, scaled: bool) -> Value:
+def seed_of(cts: Cotangents, loss: Value, node: Node, scaled: bool) -> Value:
     """The cotangent of the loss itself: one, or the scale that a step has for it."""
-    out = tape.fresh(loss)
+    out = cts.fresh(loss)
     args, kwargs = (loss.shape,), {"dtype": loss.dtype}
     op = "comm.loss_scale" if scaled else "aten.ones.default"
-    tape.append(Node(op, args, kwargs, (out,), node.location))
+    cts.append(Node(op, args, kwargs, (out,), node.location))
     return out
