@@ -145,9 +145,12 @@ def test_ranks_wait_for_the_last_by_the_root_of_what_they_compute() -> None:
     assert (late.part, late.seconds) == ("backward", 2.0)
     # A message follows the half of what a microbatch takes.
     assert took.send == approx(plain.send + 0.25 * (took.backward / 2) ** 0.5)
-    # Where processes share cores, others compute meanwhile.
-    crowded = stage_seconds(account, mesh, replace(cluster, cores=2))
-    assert [w.kind for w in crowded.waits] == ["all_reduce"]
+    # Where processes share cores, others compute meanwhile; and who waits for a message
+    # has to be given one.
+    crowded = replace(cluster, cores=2, messages=replace(messages, wakeup=0.1))
+    took = stage_seconds(account, mesh, crowded)
+    assert [w.kind for w in took.waits] == ["all_reduce"]
+    assert took.send == 0.1
 
 
 def test_gradients_leave_when_the_last_rank_is_there() -> None:

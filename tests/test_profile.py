@@ -130,6 +130,17 @@ def test_messages_between_two_ranks_are_measured() -> None:
         assert [bytes for bytes, _ in points] == [256, 4096]
         assert all(seconds > 0 for _, seconds in points)
     assert set(first.skew) == {(2, 1)} and first.skew[2, 1] >= 0
+    assert first.wakeup == 0.0  # nobody computes beside them
+
+
+def measure_three() -> float:
+    return measure_messages(3, CPU, 0.0, (256,)).wakeup
+
+
+@pytest.mark.slow
+def test_a_message_is_awaited_while_all_others_compute() -> None:
+    wakeups = run_ranks(measure_three, 3)
+    assert len({*wakeups}) == 1 and 0.0 < wakeups[0] < 1.0
 
 
 def test_groups_of_all_strides_are_measured() -> None:
@@ -143,7 +154,7 @@ def test_groups_of_all_strides_are_measured() -> None:
 OPS = Ops(
     {"aten.add.Tensor(f32[2])": Timed(1e-6, 24, 2)}, ((64.0, 1e-6), (128.0, 2e-6))
 )
-MESSAGES = Messages({("send", 2, 1): ((8.0, 1e-4), (16.0, 2e-4))}, {(2, 1): 1e-3})
+MESSAGES = Messages({("send", 2, 1): ((8.0, 1e-4), (16.0, 2e-4))}, {(2, 1): 1e-3}, 2e-3)
 PROFILE = Profile(
     {2: OPS},
     {2: MESSAGES},

@@ -5,12 +5,14 @@
                 "update": [[bytes, seconds], ...]}},
   "messages": {"4": [["all_reduce", 2, 1, [[bytes, seconds], ...]], ...]},
   "skew": {"4": [[2, 1, seconds], ...]},
+  "wakeup": {"4": seconds},
   "alone": {"aten.linear.default(...)": [seconds, bytes, flops]},
   "backends": {"cpu": [eager, inductor]}}}}
 
 ops: by how many ranks compute at once. messages: by how many ranks there are; the
 collective, ranks of a group, and how far apart they are. skew: the same, and what they
-wait for the last of them after a second of computing. alone: ops by themselves,
+wait for the last of them after a second of computing. wakeup: what it takes until who
+waits for a message goes on, while all others compute. alone: ops by themselves,
 by which stages are cut. backends: seconds of a few layers, by the kind of device.
 """
 
@@ -173,6 +175,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
             str(ranks): [[*group, late] for group, late in m.skew.items()]
             for ranks, m in profile.messages.items()
         },
+        "wakeup": {str(ranks): m.wakeup for ranks, m in profile.messages.items()},
         "alone": {key: list(astuple(t)) for key, t in profile.alone.items()},
         "backends": {kind: list(took) for kind, took in profile.backends.items()},
     }
@@ -187,7 +190,8 @@ def _profile(data: Any) -> Profile:
         )
         for busy, entry in data["ops"].items()
     }
-    skew = data.get("skew", {})  # profiles of before have none
+    # Profiles of before have none of these.
+    skew, wakeup = data.get("skew", {}), data.get("wakeup", {})
     messages = {
         int(ranks): Messages(
             {
@@ -198,6 +202,7 @@ def _profile(data: Any) -> Profile:
                 (int(size), int(stride)): late
                 for size, stride, late in (_numbers(r, 3) for r in skew.get(ranks, []))
             },
+            *_numbers([wakeup.get(ranks, 0.0)], 1),
         )
         for ranks, rows in data["messages"].items()
     }

@@ -7,7 +7,9 @@ Rounds over all of them are interleaved, so that what else the machine does fall
 all alike, and the median round counts.
 
 The longer ranks compute, the further apart they come to where they meet. How far is
-seen from a small message after little computing and after much.
+seen from a small message after little computing and after much. Where processes share
+cores, one that waits for a message is not given a core at once: how late it goes on is
+seen between two ranks, while all others compute.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ LEAST = 1e-6  # seconds of a message, where noise hides it
 WIDTH = 256  # of the matrices that are multiplied between messages
 LITTLE, MUCH = 1, 24  # times that, before a message, to see what skew it makes
 SKEW_ROUNDS, SKEW_TIMES = 5, 4  # of messages, and of each in a round
+WAKEUP_SECONDS, BETWEEN = 1.0, 4e-3  # of messages, and of computing before each
 BESIDE = 1 << 20  # elements that are read and written there, so that caches are cold
 AXIS = PIPELINE  # groups lie along it: NCCL carries messages along that one
 
@@ -66,7 +69,8 @@ def measure_messages(
         (ranks, stride): _measure_skew(comm, device, computing, run)
         for comm, (_, ranks, stride), _, run in least
     }
-    return Messages({place: tuple(row) for place, row in points.items()}, skew)
+    table = {place: tuple(row) for place, row in points.items()}
+    return Messages(table, skew, _measure_wakeup(runs[0][0], device))
 
 
 def _measure_skew(
@@ -87,6 +91,40 @@ def _measure_skew(
         apart = math.sqrt(longer) - math.sqrt(little)
         waits.append((late - soon) / apart if apart > 0 else 0.0)
     return max(0.0, mean(comm.gather_object(median(waits))))
+
+
+def _measure_wakeup(comm: ProcessComm, device: torch.device) -> float:
+    """Returns seconds from when rank 0 sends rank 1 a message, and goes on computing,
+    until rank 1 goes on, while all others compute. They share a clock, as processes of
+    one machine do. 0 on two ranks, and where devices compute."""
+    if comm.mesh.size == 2 or device.type != "cpu":
+        return 0.0
+    computing, late, ends = _computing(device), [], time.monotonic() + WAKEUP_SECONDS
+
+    def compute(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            computing()
+
+    stamp = torch.zeros(1, dtype=torch.float64)
+    if comm.rank == 0:
+        while time.monotonic() < ends:
+            compute(BETWEEN)
+            stamp.fill_(time.monotonic())
+            sending = comm.send(stamp, 1, 0)
+            compute(BETWEEN)
+            sending.wait()
+            comm.recv(stamp.shape, stamp.dtype, 1, 0).wait()
+        comm.send(stamp.zero_(), 1, 0).wait()
+    elif comm.rank == 1:
+        while sent := float(comm.recv(stamp.shape, stamp.dtype, 0, 0).wait()):
+            late.append(time.monotonic() - sent)
+            compute(BETWEEN)
+            comm.send(stamp, 0, 0).wait()
+    else:
+        compute(WAKEUP_SECONDS)
+    comm.flush()
+    return float(comm.gather_object(mean(late) if late else 0.0)[1])
 
 
 def geometries(world: int) -> list[tuple[int, int]]:

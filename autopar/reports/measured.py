@@ -74,13 +74,19 @@ def _messages_table(ranks: int, profile: Profile) -> Table:
         f"{seconds(late)} of {group}, {stride} apart"
         for (group, stride), late in sorted(profile.messages[ranks].skew.items())
     )
+    notes = []
+    if told:
+        notes.append(f"waiting for the last rank after a second of computing: {told}")
+    if wakeup := profile.messages[ranks].wakeup:
+        notes.append(
+            "until who waits for a message goes on, while all others compute: "
+            + seconds(wakeup)
+        )
     return Table(
         f"messages between {ranks} ranks, all groups at once",
         ("message", "ranks", "apart", *map(size, sizes)),
         tuple(rows),
-        (f"waiting for the last rank after a second of computing: {told}",)
-        if told
-        else (),
+        tuple(notes),
     )
 
 

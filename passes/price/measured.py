@@ -168,11 +168,13 @@ class Messages:
     (bytes, seconds), by ascending bytes, see `passes.price.cluster.Link` for which
     bytes. skew: for the number of a group's ranks, and how far apart they are: what
     they wait for the last of them where they meet, after a second of computing, see
-    `passes.price.cluster.Link.skew`.
+    `passes.price.cluster.Link.skew`. wakeup: seconds from when a message is sent until
+    who waits for it goes on, while all others compute.
     """
 
     points: Mapping[Place, tuple[Point, ...]] = field(default_factory=dict)
     skew: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    wakeup: float = 0.0
 
     def seconds(
         self, kind: str, ranks: int, stride: int, bytes: float

@@ -93,7 +93,9 @@ def stage_seconds(account: Account, mesh: Mesh, cluster: Cluster) -> StageSecond
     parts = took[FORWARD], took[BACKWARD], took[WEIGHT]
     next_rank = neighbour(cluster, mesh)
     send = share * next_rank.seconds("send", account.sent)
-    if not shares_cores(cluster):  # a message follows a forward, and one a backward
+    if shares_cores(cluster):  # who waits for a message has to be given one
+        send = max(send, cluster.messages.wakeup)
+    else:  # a message follows a forward, and one a backward
         send += next_rank.skew(sum(parts) / 2)
     return StageSeconds(*parts, send, tuple(waits), account.footprint)
 
