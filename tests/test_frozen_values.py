@@ -8,8 +8,10 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,8 @@ class Meter:
 
 ARGS = Namespace(z_loss=0.1, unread=0)
 METER = Meter()
+FILE = ModuleType("file_of_the_user")
+exec("SHARE = 1.0\nUNREAD = 1\ndef shared(x): return x * SHARE", vars(FILE))
 LOG = {"loss": 0.0}
 
 
@@ -70,6 +74,7 @@ class Annealed(Stack):
         self.drop = nn.Dropout(0.0)
         self.cap: float | None = None
         self.pair = (1.0, 0.0)
+        self.cut = np.float32(1.0)
         self.tensor = torch.tensor(1.0, dtype=torch.float64)
         self.warmup = Warmup()
 
@@ -88,12 +93,13 @@ class Annealed(Stack):
         logits = self.drop(super().forward(input_ids)) * self.sharpness
         z = self.table["z"] * logits.logsumexp(-1).square().mean()
         z = z * (1 if self.cap is None else self.cap) * self.pair[0] * self.tensor
+        z = z * float(self.cut)
         z = z * (1 + self.warmup.value()) + ARGS.z_loss * logits.mean()
         return BETA * z + self.weight * self.penalty(logits) + of_file(logits)
 
 
 def of_file(x: Tensor) -> Tensor:
-    return x.mean() * SCALES["global"]
+    return FILE.shared(x.mean()) * SCALES["global"]
 
 
 class Run:
@@ -158,6 +164,8 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], str]] = {
     "class": (lambda run: setattr(Annealed, "weight", 2.0), "weight"),
     "global": (global_of_file("BETA", 0.7), "BETA"),
     "global dict": (lambda run: SCALES.update({"global": 2.0}), "SCALES.global"),
+    "global of a file": (lambda run: setattr(FILE, "SHARE", 2.0), "SHARE"),
+    "of NumPy": (lambda run: setattr(run.model, "cut", np.float32(2.0)), "cut"),
     "closure": (lambda run: run.set_beta(0.2), "beta"),
     "dict in a closure": (lambda run: run.config.update(beta=0.2), "config.beta"),
     "object in a closure": (lambda run: setattr(run, "beta", 0.2), "self.beta"),
@@ -169,6 +177,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Annealed, "weight", 1.0)
     monkeypatch.setitem(SCALES, "global", 1.0)
     monkeypatch.setattr(ARGS, "z_loss", 0.1)
+    monkeypatch.setattr(FILE, "SHARE", 1.0)
     monkeypatch.setitem(globals(), "BETA", 0.5)
     monkeypatch.setitem(globals(), "UNREAD", 1)
 
@@ -198,6 +207,7 @@ def test_what_nobody_reads_may_change():
     globals()["UNREAD"] = 2
     METER.sum = METER.loss = METER.mean = LOG["loss"] = 1.0
     ARGS.unread = 1
+    FILE.UNREAD = 2
     run.model.eval()
     assert torch.equal(run.step(**run.batch), first)
 

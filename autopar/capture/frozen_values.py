@@ -9,26 +9,26 @@ from the names in code, see `names_read`.
 from __future__ import annotations
 
 import argparse
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from numbers import Number
 from types import MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.left_as_found import OTHERS, is_users
+from autopar.capture.left_as_found import is_users, is_users_file
 from autopar.capture.names_read import Names, Root
 from autopar.passes.capture.outside import sample
 from autopar.passes.errors import AutoparError
 from autopar.unlike_module import ANOTHER_STEP
 
-PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, type(None))
+PLAIN = (Number, str, bytes, Enum, torch.dtype, type(None))
 SPACES = (argparse.Namespace, SimpleNamespace)
 ITSELF = object()
 MOST = 1000  # members: what has more is data, and not looked at
@@ -269,9 +269,3 @@ class _Reader:
                 if isinstance(vars(base)[name], kinds)
             ]
         return self._of_classes[type_]
-
-
-def is_users_file(file: ModuleType) -> bool:
-    """Whether a module of Python is of the user's code."""
-    package = file.__name__.partition(".")[0]
-    return package not in OTHERS and package not in sys.stdlib_module_names

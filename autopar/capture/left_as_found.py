@@ -228,6 +228,12 @@ def is_users(thing: Any) -> bool:
     return package not in OTHERS and package not in sys.stdlib_module_names
 
 
+def is_users_file(file: ModuleType) -> bool:
+    """Whether a module of Python is of the user's code."""
+    package = file.__name__.partition(".")[0]
+    return package not in OTHERS and package not in sys.stdlib_module_names
+
+
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.left_as_found import is_users
+from autopar.capture.left_as_found import is_users, is_users_file
 
 GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 NAMED = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
@@ -109,12 +109,21 @@ class Names:
                     key = function.__module__, step.argval
                     self.globals[key] = function.__globals__
                     thing = function.__globals__.get(step.argval)
-                    if is_users(thing) or isinstance(thing, nn.Module):
+                    if isinstance(thing, ModuleType):
+                        called += _named_in(thing, code)
+                    elif is_users(thing) or isinstance(thing, nn.Module):
                         called.append(thing)
                 loads = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
                 before = step.argval if loads else None
                 before = before[-1] if isinstance(before, tuple) else before
         return called
+
+
+def _named_in(file: ModuleType, code: CodeType) -> list[Any]:
+    """What code names of a file of the user's, as `conf.scale`."""
+    held = vars(file) if is_users_file(file) else {}
+    named = (held[name] for name in code.co_names if name in held)
+    return [thing for thing in named if is_users(thing)]
 
 
 def _function(thing: Any) -> FunctionType | None:
