@@ -118,6 +118,8 @@ def _compile(
     """The program; what a search found; other devices whose prices are taken; whether
     the model has no weights."""
     plan, record = _plan(arguments)
+    others = _other_devices(arguments.devices, record)
+    decided_for = _cluster(arguments.op_shardings) if arguments.op_shardings else None
     loaded = load_model(
         arguments.model, seed=arguments.seed, device="meta" if arguments.meta else None
     )
@@ -129,11 +131,9 @@ def _compile(
         batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
-    if arguments.op_shardings:
-        of = capture_short(loaded.model, batch)
-        plan = shard_ops(of, plan, _cluster(arguments.op_shardings)).plan
+    if decided_for is not None:
+        plan = shard_ops(capture_short(loaded.model, batch), plan, decided_for).plan
     prove = not arguments.unproved
-    others = _other_devices(arguments.devices, record)
     program = compile_offline(loaded.model, batch, plan, cluster=others, prove=prove)
     return program, record, others, loaded.on_meta
 
