@@ -30,6 +30,7 @@ from autopar.passes.program import Program, dtype_name
 from autopar.proof.padding import FIX, Fills, find_fills, pad
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.gradient_buckets import rest_otherwise
 from autopar.runtime.execute.rehearse import rehearse
 from autopar.unlike_module import ANOTHER_STEP
 
@@ -296,7 +297,7 @@ class OtherShapes:
             own, before = made.parameters, like.parameters
             idle = {n: s for n, s in before.items() if n in own and not own[n].stages}
             made = replace(made, parameters={**own, **idle})
-        differs = _rests_otherwise(made, like)
+        differs = rest_otherwise(made, like)
         if differs or made.buffers.keys() - like.buffers.keys():
             raise AutoparError(
                 f"for this batch, or to evaluate, '{(differs or ['a buffer'])[0]}' "
@@ -304,22 +305,6 @@ class OtherShapes:
                 fix=PADDED_BY_USER,
             )
         return made
-
-
-def _rests_otherwise(own: Program, before: Program) -> list[str]:
-    """The parameters that two programs hold otherwise, or whose gradients are in one
-    buffer of the first and reduced over different ranks by the second."""
-    axes: dict[Any, Any] = {}  # of reductions: before -> now
-    differ = []
-    for name, was in before.parameters.items():
-        now = own.parameters.get(name)
-        if now is None or replace(now, pending=was.pending) != was:
-            differ.append(name)
-        elif was.trainable:
-            now_over = own.gradient_axes(now)
-            if axes.setdefault(before.gradient_axes(was), now_over) != now_over:
-                differ.append(name)
-    return differ + [n for n in own.parameters if n not in before.parameters]
 
 
 def for_samples(plan: Plan, samples: int) -> Plan:

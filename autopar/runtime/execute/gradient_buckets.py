@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -187,3 +187,19 @@ class Gradients:
         for name, grad in self.by_name.items():
             if (p := self.parameters[name]).requires_grad:
                 p.grad = None if overflowed else grad
+
+
+def rest_otherwise(own: Program, before: Program) -> list[str]:
+    """The parameters that two programs hold otherwise, or whose gradients are in one
+    buffer of the first and reduced over different ranks by the second."""
+    axes: dict[Any, Any] = {}  # of reductions: before -> now
+    differ = []
+    for name, was in before.parameters.items():
+        now = own.parameters.get(name)
+        if now is None or replace(now, pending=was.pending) != was:
+            differ.append(name)
+        elif was.trainable:
+            now_over = own.gradient_axes(now)
+            if axes.setdefault(before.gradient_axes(was), now_over) != now_over:
+                differ.append(name)
+    return differ + [n for n in own.parameters if n not in before.parameters]
