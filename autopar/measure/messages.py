@@ -96,7 +96,8 @@ def _measure_skew(
 def _measure_wakeup(comm: ProcessComm, device: torch.device) -> float:
     """Returns seconds from when rank 0 sends rank 1 a message, and goes on computing,
     until rank 1 goes on, while all others compute. They share a clock, as processes of
-    one machine do. 0 on two ranks, and where devices compute."""
+    one machine do; of others, whose clocks may differ, it is never below 0. 0 on two
+    ranks, and where devices compute."""
     if comm.mesh.size == 2 or device.type != "cpu":
         return 0.0
     computing, late, ends = _computing(device), [], time.monotonic() + WAKEUP_SECONDS
@@ -124,7 +125,7 @@ def _measure_wakeup(comm: ProcessComm, device: torch.device) -> float:
     else:
         compute(WAKEUP_SECONDS)
     comm.flush()
-    return float(comm.gather_object(mean(late) if late else 0.0)[1])
+    return max(0.0, comm.gather_object(mean(late) if late else 0.0)[1])
 
 
 def geometries(world: int) -> list[tuple[int, int]]:
