@@ -15,6 +15,8 @@ from autopar.checkpoints.pending_save import PendingSave
 from autopar.checkpoints.pretrained import load_pretrained
 from autopar.checkpoints.save_pretrained import save_pretrained
 from autopar.checkpoints.state import (
+    IncompatibleKeys,
+    by_source,
     check_state_dict,
     load_state_dict,
     load_training_state,
@@ -123,15 +125,23 @@ class HeldState:
     def program(self) -> Program:
         return self.executor.program
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's shards, for any torch.optim optimizer; see `offload`."""
-        yield from dict(self.named_parameters()).values()
+        yield from dict(self.named_parameters(recurse=recurse)).values()
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """The same, with the model's own names; `h.0.attn.qkv[0:32].weight` is part of
-        one that the model cuts into pieces, which rest each by itself."""
+        one that the model cuts into pieces, which rest each by itself.
+
+        As of a module: prefix: put before all names. recurse: whether those of
+        submodules are among them.
+        """
         held = self.executor if self._host is None else self._host
-        yield from held.parameters.items()
+        for name, p in held.parameters.items():
+            if recurse or "." not in name:
+                yield f"{prefix}.{name}" if prefix else name, p
 
     def gathers(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
         """What gives an optimizer whole parameters, after `gather_for`."""
@@ -161,19 +171,25 @@ class HeldState:
         self._agree()("state_dict")
         return state_dict(self, rank0_only)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], strict: bool = True
+    ) -> IncompatibleKeys:
         """Take this rank's shards from whole tensors by the model's own names.
 
-        All ranks must call it, with the same values. Raises: ModelMismatch for missing
-        and unexpected names, and for shapes that differ; nothing is changed then.
+        All ranks must call it, with the same values. strict: whether all parameters
+        must be there, and nothing that the model has not. Returns the names that are
+        missing and unexpected. Raises: ModelMismatch for them if strict, and for shapes
+        that differ; nothing is changed then.
         """
+        state = state if strict else by_source(self, state)
         try:
-            check_state_dict(self, state)
+            differing = check_state_dict(self, state, strict)
         except AutoparError as error:
             self._agree().refuse("load_state_dict", error)
             raise
         self._agree()("load_state_dict", digests("state", state))
         load_state_dict(self, state)
+        return differing
 
     @torch.no_grad()
     def set_whole(self, state: Mapping[str, Tensor]) -> None:

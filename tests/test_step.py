@@ -186,6 +186,46 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_a_state_dict_in_part_loads_as_a_module_does() -> None:
+    """A fine-tune's head is not in the checkpoint, whose own nobody has."""
+    case = build("plain")
+    step = case.step()
+    before = step.state_dict()
+    wanted = {name: x + 1 for name, x in before.items()}
+    part = {**wanted, "extra": torch.zeros(3)}
+    del part["norm.bias"]
+    differing = step.load_state_dict(part, strict=False)
+    theirs = case.model.load_state_dict(part, strict=False)
+    assert differing.missing_keys == theirs.missing_keys == ["norm.bias"]
+    assert differing.unexpected_keys == theirs.unexpected_keys == ["extra"]
+    after = case.model.state_dict()
+    assert step.state_dict().keys() == after.keys()
+    for name, value in step.state_dict().items():
+        assert torch.equal(value, after[name])
+    with pytest.raises(AutoparError, match=r"norm\.weight: \[3\] instead of \[32\]"):
+        step.load_state_dict({"norm.weight": torch.zeros(3)}, strict=False)
+
+
+def test_a_tied_weight_loads_by_either_of_its_names() -> None:
+    step = build("gpt2").step()
+    state = step.state_dict()
+    value = state["lm_head.weight"] + 1
+    del state["transformer.wte.weight"]
+    state["lm_head.weight"] = value
+    assert step.load_state_dict(state, strict=False).missing_keys == []
+    assert torch.equal(step.state_dict()["transformer.wte.weight"], value)
+
+
+def test_parameters_are_asked_for_as_those_of_a_module() -> None:
+    case = build("plain")
+    step = case.step()
+    own, theirs = dict(step.named_parameters("model")), case.model
+    assert own.keys() == dict(theirs.named_parameters("model")).keys()
+    assert len([*step.parameters(recurse=False)]) == len(
+        [*theirs.parameters(recurse=False)]
+    )
+
+
 # --- gradients and batches ---------------------------------------------------------
 
 

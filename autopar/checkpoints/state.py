@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,16 +73,38 @@ def whole_tensors(
         yield name, put_together(sources[name]) if own is None else own.clone()
 
 
-def check_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
-    """Raises ModelMismatch for names and shapes that are not the model's, and for what
-    `check_known` tells."""
+class IncompatibleKeys(NamedTuple):
+    """What a module's `load_state_dict` returns: names of the model's parameters that a
+    state dict lacks, and names of its own that the model does not have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def check_state_dict(
+    step: HeldState, state: Mapping[str, Tensor], strict: bool = True
+) -> IncompatibleKeys:
+    """Compares names and shapes. Raises ModelMismatch for shapes that are not the
+    model's, if strict also for names, and for what `check_known` tells."""
     program = step.program
     parts = [spec.part for spec in program.parameters.values()]
     shapes = {part.source: part.shape for part in parts}
     known = {*step.names, *shapes, *program.buffers}
     actual = {n: t.shape for n, t in state.items()}
+    missing = [n for n in shapes if n not in actual]
+    unexpected = [n for n in actual if n not in known]
+    if not strict:
+        shapes = {n: shape for n, shape in shapes.items() if n in actual}
+        actual = {n: shape for n, shape in actual.items() if n in known}
     check_names("the state dict", "step.state_dict", shapes, known, actual)
     check_known(program, state)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def by_source(step: HeldState, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same, with tied weights also by the name that the program has for them."""
+    aliases = step.program.aliases.items()
+    return {**{name: state[a] for a, name in aliases if a in state}, **state}
 
 
 @torch.no_grad()
@@ -91,8 +113,8 @@ def load_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
     program = step.program
     for name, p in step.named_parameters():
         spec = program.parameters[name]
-        whole = state[spec.part.source]
-        p.copy_(take_shard(whole, spec, program.mesh, step.comm.coords))
+        if (whole := state.get(spec.part.source)) is not None:
+            p.copy_(take_shard(whole, spec, program.mesh, step.comm.coords))
     step.set_whole(state)
 
 
