@@ -120,7 +120,7 @@ def factory(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
 def new_factory(rewriter: Rewriter, node: Node) -> Value:
     """`x.new_ones(shape)` does not depend on x."""
     kind = bare(node.op).removeprefix("new_").removesuffix("_like")
-    fill = (node.args[-1],) if kind == "full" else ()
+    fill = (node.arg("fill_value"),) if kind == "full" else ()
     kind = "zeros" if kind == "empty" else kind
     shape, dtype = node.out.shape, node.out.dtype
     return rewriter.emit(f"aten.{kind}.default", shape, *fill, dtype=dtype)

@@ -262,6 +262,7 @@ OPS = (
         forward=forward,
         called_with=9,
     ),
+    Op("comm.causal_mask", "rows columns"),
     Op(
         "autopar.attention_backward",
         f"dy {RESULTS}",

@@ -98,6 +98,7 @@ def to_exchange(node: Node) -> int:
 
 
 OPS = (
+    Op("comm.loss_scale", "shape dtype"),
     Op("comm.enter", "x axes", derivative=enter),
     Op("comm.all_reduce", "x axes reduction", kind="all_reduce", derivative=same),
     Op(
@@ -118,7 +119,11 @@ OPS = (
         derivative=reduce_scatter,
     ),
     Op("comm.start_scatter", "xs axes dims", kind="reduce_scatter"),
+    Op("comm.wait", "under_way"),
+    Op("comm.ready", "gradients"),
+    Op("comm.pause", "values"),
     Op("comm.shard", "x axes dim pads", derivative=shard, called_with=3),
+    Op("comm.pad", "x axes dim whole"),
     Op(
         "comm.all_to_all",
         "x axes split_dim concat_dim whole",

@@ -143,6 +143,10 @@ OPS = (
         on_shard=pick_from,
     ),
     Op("comm.pick", "x index ignored extent axes", derivative=d_pick),
+    Op("autopar.embedding_grad_", "into dy ids padding"),
+    Op("comm.lookup_grad_", "into dy ids rows axes padding"),
+    Op("comm.pick_backward_add_", "into dy index extent axes"),
+    Op("comm.choose", "x k number position"),
     Op(
         "autopar.choose",
         "x k number",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..atoms import Atoms
 from ..graph import OWN, Node, Value, without_overload
+from ..graph_text import OURS
 from ..mesh import Axes
 from ..ops.notation import Role
 
@@ -201,7 +202,8 @@ def op_of(node: Node) -> Op:
 
 @cache
 def unknown(name: str) -> Op:
-    """The declaration of an op that has none."""
+    """The declaration of an op that has none: of torch's, or the user's own."""
+    assert not name.startswith(OURS), f"{name} is declared nowhere in passes.ops"
     return Op(name=name)
 
 

@@ -181,4 +181,5 @@ OPS = (
         ],
     ),
     Op("autopar.add_", "into x", rowwise=True),
+    Op("autopar.add_each_", "sums terms"),
 )

@@ -271,6 +271,7 @@ OPS = (
         finite="kept",
     ),
     Op("autopar.affine", "x weight bias", flops=by_columns, derivative=affine),
+    Op("autopar.bias_grad_", "into dy"),
     Op("autopar.linear_weight_grad_", "into dy x", flops=of_weight_grad),
     Op("autopar.matmul_weight_grad_", "into x dy", flops=of_weight_grad),
 )

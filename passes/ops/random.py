@@ -144,6 +144,7 @@ OPS = (
         keeps=("mask",),
         on_rank=dropped_on_rank,
     ),
+    Op("comm.dropout", "x p number position"),
     Op("comm.dropout_mask", "p number position", rowwise=True),
     *(
         Op(name, heeds, sizes=to_out("size") if name in SIZED else None)

@@ -223,4 +223,5 @@ OPS = (
         derivative=d_sum_exp,
         formula=sum_exp,
     ),
+    Op("autopar.sum_exp_backward", "dy x largest"),
 )

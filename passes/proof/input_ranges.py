@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..graph import Graph, Node, Value, bare, values_in
+from ..graph import Graph, Node, Value, bare
 from ..ops.arguments import arguments
 
 INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
@@ -213,5 +213,4 @@ def _lookups(node: Node) -> Iterator[tuple[Any, int]]:
     elif name == "one_hot" and bound["num_classes"] > 0:
         yield bound["self"], bound["num_classes"]
     elif node.op == "autopar.pick":
-        logits, label = list(values_in(node.args))[:2]
-        yield label, logits.shape[-1]
+        yield node.arg("index"), node.arg("x").shape[-1]

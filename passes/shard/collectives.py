@@ -43,5 +43,5 @@ def arrives_in_place(start: Node) -> bool:
     """Whether what a message brings is a view of it: a whole that is gathered alone."""
     if start.op != "comm.start_gather":
         return False
-    (x, *more), _, (dim, *_), *wholes = start.args
-    return not more and prod(x.shape[:dim]) == 1 and not wholes
+    (x, *more), (dim, *_) = start.arg("xs"), start.arg("dims")
+    return not more and prod(x.shape[:dim]) == 1 and not start.arg("wholes")

@@ -54,20 +54,21 @@ def materialize_masks(nodes: list[Node]) -> list[Node]:
     args: tuple[Any, ...]
     for node in nodes:
         if node.op == "comm.dropout":
-            x, p, number, position = node.args
+            x, p, number = node.operands[0], node.arg("p"), node.arg("number")
             mask = Value(f"keep_{number}", x.shape, torch.bool)
-            drawn = Node("comm.dropout_mask", (p, number, position), {}, (mask,))
+            args = (p, number, node.arg("position"))
+            drawn = Node("comm.dropout_mask", args, {}, (mask,))
             args = (x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
             used = replace(node, op="autopar.masked_scale", args=args)
         elif node.op == ATTENTION and len(node.arg("rows")) > 1:
-            q, k, v, _, _, scale, position, *_ = node.args
+            q, k, v = (node.arg(name) for name in ("q", "k", "v"))
             samples = [x.shape[0] for x in node.kwargs.values() if isinstance(x, Value)]
             lead = (max(samples), 1) if samples else ()
             shape = (*lead, q.shape[2], k.shape[2])
             mask = Value(f"{node.out.name}_mask", shape, torch.bool)
-            args = (position, k.shape[2])
+            args = (node.arg("rows"), k.shape[2])
             drawn = Node("comm.causal_mask", args, node.kwargs, (mask,))
-            args = (q, k, v, mask, False, scale)
+            args = (q, k, v, mask, False, node.arg("scale"))
             used = replace(node, op="autopar.attention", args=args, kwargs={})
         else:
             made.append(node)
@@ -87,7 +88,7 @@ def fuse_bias(nodes: list[Node]) -> list[Node]:
     for i, node in enumerate(nodes):
         if node.op != "aten.add.Tensor" or len(node.operands) != 2 or node.kwargs:
             continue
-        y, b = node.args
+        y, b = node.operands
         product = fused[made[y.name]] if y.name in made else None
         if product is None or readers[y.name] != 1 or len(b.shape) != 1:
             continue
