@@ -13,7 +13,7 @@ from .decode import decode, parse_json
 from .errors import AutoparError
 from .mesh import AXES, PIPELINE, TIME, Mesh, usual_split
 from .ranges import check_range, shown
-from .schedule.make_schedule import SCHEDULES, place_stages
+from .schedule.make_schedule import SCHEDULES, USUAL_SCHEDULE, place_stages
 from .shard.preference import Preference
 from .stage.recompute import POLICIES
 
@@ -98,7 +98,7 @@ class Plan:
 
     mesh: Mesh
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = USUAL_SCHEDULE
     stages_per_rank: int = 1
     order: tuple[str, ...] = ()
     split: Mapping[str, tuple[str, ...]] = field(default_factory=usual_split)

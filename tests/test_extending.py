@@ -30,7 +30,7 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.make_schedule import (
     SCHEDULES,
-    Named,
+    NamedSchedule,
     in_phases,
     make_schedule,
 )
@@ -119,7 +119,7 @@ def one_ahead(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
 
 
 def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = Named(one_ahead, in_flight=lambda p, m, v: p + 1)
+    ahead = NamedSchedule(one_ahead, in_flight=lambda p, m, v: p + 1)
     monkeypatch.setitem(SCHEDULES, "one-ahead", ahead)
     case(Bilinear()).verify("pp=2", 4, schedule="one-ahead")
     schedule = make_schedule("one-ahead", 2, 4)

@@ -11,6 +11,7 @@ from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.price_layers import Prices
+from autopar.passes.schedule.make_schedule import USUAL_SCHEDULE
 from autopar.passes.search.by_formula import rough
 from autopar.passes.search.candidates import Space, candidates, meshes
 from autopar.passes.search.search import Ranking, run_on_paper
@@ -86,7 +87,7 @@ def frugal(space: Space, prices: Prices) -> Estimate | None:
     Unless a schedule is decided it is 1F1B, which keeps the least.
     """
     if len(space.schedules) > 1:
-        space = replace(space, schedules=("1f1b",))
+        space = replace(space, schedules=(USUAL_SCHEDULE,))
     limit = space.cluster.device.memory
     ranked = [r for c in candidates(space) if (r := rough(c, space, prices))]
     for _, _, candidate in sorted(ranked, key=lambda r: r[1])[:TRIED]:

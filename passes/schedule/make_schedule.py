@@ -209,7 +209,7 @@ def down_and_up(ranks: int, _: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedSchedule:
     """All that there is to say of a named schedule, for p ranks, m microbatches and v
     stages a rank.
 
@@ -233,28 +233,33 @@ class Named:
         return self.put_off is not None
 
 
+# What runs unless another is faster: whole backwards, few microbatches in flight.
+USUAL_SCHEDULE = "1f1b"
+
 # GPipe's has 1F1B's bubble and keeps more; naive is to compare with. Breadth first has
 # the bubble of interleaved 1F1B, and keeps more; its groups are even where p does not
 # divide m.
-SCHEDULES: dict[str, Named] = {
-    "naive": Named(naive, in_flight=lambda p, m, v: 1, gains=None),
-    "gpipe": Named(gpipe, in_flight=lambda p, m, v: m, gains=None),
-    "1f1b": Named(one_forward_one_backward),
-    "interleaved": Named(
+SCHEDULES: dict[str, NamedSchedule] = {
+    "naive": NamedSchedule(naive, in_flight=lambda p, m, v: 1, gains=None),
+    "gpipe": NamedSchedule(gpipe, in_flight=lambda p, m, v: m, gains=None),
+    "1f1b": NamedSchedule(one_forward_one_backward),
+    "interleaved": NamedSchedule(
         interleaved,
         stages_per_rank=(2, 3, 4, 6, 8),
         in_flight=lambda p, m, v: v * p + p - 1,
         gains=lambda p, m: m % p == 0,
     ),
-    "looped-bfs": Named(
+    "looped-bfs": NamedSchedule(
         looped_bfs,
         stages_per_rank=(2, 3, 4, 6, 8),
         in_flight=lambda p, m, v: m * v,
         gains=lambda p, m: m % p != 0,
     ),
-    "zb-h1": Named(zero_bubble_h1, put_off=1),
-    "zb-h2": Named(zero_bubble_h2, in_flight=lambda p, m, v: 2 * p - 1, put_off=2),
-    "zb-v": Named(zero_bubble_v, down_and_up, stages_per_rank=(2,), put_off=2),
+    "zb-h1": NamedSchedule(zero_bubble_h1, put_off=1),
+    "zb-h2": NamedSchedule(
+        zero_bubble_h2, in_flight=lambda p, m, v: 2 * p - 1, put_off=2
+    ),
+    "zb-v": NamedSchedule(zero_bubble_v, down_and_up, stages_per_rank=(2,), put_off=2),
 }
 
 

@@ -20,7 +20,7 @@ from ..plan import CONTEXT_PARALLEL, RECOMPUTE
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..ranges import RANGES
-from ..schedule.make_schedule import SCHEDULES
+from ..schedule.make_schedule import SCHEDULES, USUAL_SCHEDULE
 from ..shard.query_groups import Groups, with_groups
 
 ALIKE = 0.05  # estimates that differ by less do not say which is faster
@@ -189,7 +189,7 @@ def _pipelines(
     ranks = mesh.pipeline_ranks
     if ranks == 1:
         if 1 in (space.stages_per_rank or (1,)):
-            yield "1f1b", 1
+            yield USUAL_SCHEDULE, 1
         return
     for schedule in space.schedules:
         if len(space.schedules) > 1 and not _may_gain(schedule, ranks, microbatches):
@@ -214,7 +214,7 @@ def _may_gain(schedule: str, ranks: int, microbatches: int) -> bool:
 
     1F1B is idle for p - 1 of m + p - 1 turns.
     """
-    if schedule == "1f1b":
+    if schedule == USUAL_SCHEDULE:
         return True
     gains = SCHEDULES[schedule].gains
     may = gains is not None and gains(ranks, microbatches)

@@ -22,6 +22,7 @@ from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..price.estimate import Estimate, estimate, estimate_within
 from ..price.price_layers import LayerPrices, Prices
+from ..schedule.make_schedule import USUAL_SCHEDULE
 from ..search.by_formula import (
     layer_mesh,
     least_bytes,
@@ -202,7 +203,7 @@ class Ranked:
         """Whether a rank takes more memory than there is, by the least."""
         if _way(candidate) not in self._priced:
             # Not priced if it takes too much with backwards whole, or with one sample.
-            whole = self._known(replace(candidate, schedule="1f1b"))
+            whole = self._known(replace(candidate, schedule=USUAL_SCHEDULE))
             if whole and self._overflows(candidate, whole, working=False):
                 return True
             one = replace(candidate, samples=1)
@@ -229,8 +230,8 @@ class Ranked:
 def _simpler(candidate: Candidate) -> Iterator[tuple[Candidate, int]]:
     """Yields candidates whose layers do no more than the candidate's, and how many
     ranks share that: with nothing computed again, backwards whole, or axes left out."""
-    for again in sorted({"none", candidate.recompute}):
-        whole = replace(candidate, recompute=again, schedule="1f1b")
+    for policy in sorted({"none", candidate.recompute}):
+        whole = replace(candidate, recompute=policy, schedule=USUAL_SCHEDULE)
         for left_out in (), TENSOR_AXES, (CONTEXT,), (CONTEXT, *TENSOR_AXES):
             axes = tuple(x for x in candidate.mesh.axes if x[0] not in left_out)
             parts = candidate.mesh.size // prod(n for _, n in axes)
@@ -262,7 +263,7 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
         sum(n > 1 for _, n in candidate.mesh.axes),
         candidate.recompute != "none",
         candidate.stages_per_rank,
-        {"1f1b": 0, AUTO: 2}.get(candidate.schedule, 1),
+        {USUAL_SCHEDULE: 0, AUTO: 2}.get(candidate.schedule, 1),
         candidate.zero,
         candidate.context_parallel != "gather",
         candidate.has_op_shardings,

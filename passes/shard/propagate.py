@@ -14,11 +14,10 @@ from ..dims.name_dims import Dim, Factor, Named
 from ..dims.origins import Origin, find_differentiable
 from ..graph import Graph, InvalidGraph, Node, Value, bare
 from ..mesh import TIME
-from ..ops.experts import WEIGHT
 from ..ops.linearity import is_jointly_linear
 from ..ops.op import op_of
 from ..plan import Plan
-from ..shard.alternatives import alternative_factors
+from ..shard.alternatives import alternative_factors, alternative_of
 from ..shard.check_states import check_sharding, check_shardings
 from ..shard.count_rows import find_counts
 from ..shard.hints import Pins, read_hints
@@ -305,9 +304,10 @@ class _Propagation:
             lacks = [a for a in self.order if have.place(a) != state.place(a)]
             if any(have.place(a) for a in lacks):
                 self.want_ahead((v,))
-        if (node.op, which) == ("autopar.expert_linear", WEIGHT):
-            return state  # its rows are no tokens
-        return _with_rows(state, route)
+        ways = (alternative_of(node, own) for own in op_shardings.values())
+        beside = {place for way in ways if way for place, _ in way.beside}
+        # What is split beside rows has none, as weights of experts.
+        return state if which in beside else _with_rows(state, route)
 
     def shard_parameters(self) -> None:
         """Where parameters lie between their uses; their casts lie as they do."""
