@@ -141,7 +141,7 @@ def test_ranks_wait_for_the_last_by_the_root_of_what_they_compute() -> None:
     account = Account(backward=part, sent=8.0)
     took, plain = (stage_seconds(account, mesh, c) for c in (cluster, CPU))
     assert took.backward == approx(plain.backward + 2.0)
-    (late,) = (w for w in took.waits if w.label == "skew tp")
+    (late,) = (w for w in took.exposed if w.label == "skew tp")
     assert (late.part, late.seconds) == ("backward", 2.0)
     # A message follows the half of what a microbatch takes.
     assert took.send == approx(plain.send + 0.25 * (took.backward / 2) ** 0.5)
@@ -149,7 +149,7 @@ def test_ranks_wait_for_the_last_by_the_root_of_what_they_compute() -> None:
     # has to be given one.
     crowded = replace(cluster, cores=2, messages=replace(messages, wakeup=0.1))
     took = stage_seconds(account, mesh, crowded)
-    assert [w.kind for w in took.waits] == ["all_reduce"]
+    assert [w.kind for w in took.exposed] == ["all_reduce"]
     assert took.send == 0.1
 
 
@@ -237,19 +237,28 @@ def test_accounts_add_up_field_by_field() -> None:
 
 @pytest.mark.parametrize("gain", [0.5, 2.0])
 def test_what_compiled_functions_take_is_as_it_was_measured(gain: float) -> None:
-    timed = {"aten.add.Tensor(f32[8], f32[8])": Timed(3.0, 96, 8)}
+    """Products are called as they are."""
+    product = {"aten.mm.default(f32[8], f32[8])": Timed(3.0, 96, 1024)}
+    timed = {"aten.add.Tensor(f32[8], f32[8])": Timed(3.0, 96, 8)} | product
     ops = Ops(timed, compiled=gain)
     device = replace(cluster_of("1xA100-80GB").device, ops=ops)
     took = {
         backend: device.running(False, backend).ops.timed
         for backend in ("eager", "inductor", "auto")
     }
+    assert all(x.items() >= product.items() for x in took.values())
     seconds = {k: next(iter(x.values())).seconds for k, x in took.items()}
     assert seconds == {
         "eager": 3.0,
         "inductor": 3.0 * gain,
         "auto": 3.0 * min(1.0, gain),
     }
+
+
+def test_each_model_gains_what_it_gained_itself() -> None:
+    one, other = Timed(3.0, 96, 8, compiled=0.25), Timed(2.0, 64, 8)
+    compiled = Ops({"one": one, "other": other}, compiled=0.5).by_inductor.timed
+    assert [t.seconds for t in compiled.values()] == [0.75, 1.0]
 
 
 def test_what_was_measured_without_tf32_is_no_price_of_it() -> None:

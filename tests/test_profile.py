@@ -20,6 +20,7 @@ from autopar.machine.backend import resolve_backend
 from autopar.machine.machine import busy, cores, machine_text
 from autopar.machine.measured_cluster import measured_cluster, named_cluster
 from autopar.machine.profile_file import (
+    BackendTimes,
     Profile,
     ProfileError,
     read_profile,
@@ -110,7 +111,8 @@ def test_every_statement_has_its_time(build, mesh, halves, options, monkeypatch)
 
 
 def test_the_whole_is_told_beside_its_parts() -> None:
-    times = JobTimes({"a": Timed(1, 1, 1)}, {"forward": 0.5, "backward": 0.4}, 1.0)
+    parts = {"forward": 0.5, "backward": 0.4}
+    times = JobTimes({"a": Timed(1, 1, 1)}, parts, 0.5, 1.0)
     assert str(times) == "forward and backward 1 s, 90.0% of it in 1 ops"
 
 
@@ -159,7 +161,7 @@ PROFILE = Profile(
     {2: OPS},
     {2: MESSAGES},
     {"aten.add": Timed(1.0, 2.0, 0.0)},
-    {"cpu": (3.0, 2.0)},
+    {"cpu": BackendTimes(3.0, 2.0, 1.0)},
 )
 
 
@@ -167,11 +169,14 @@ def test_a_profile_is_read_as_it_was_written(own_cache) -> None:
     assert read_profile() == Profile()
     assert save_profile(PROFILE) == usual_path() == own_cache / "profile-1.json"
     assert read_profile() == PROFILE
-    more = Ops({"aten.mul.Tensor(f32[2])": Timed(1e-6, 24, 2)})
+    more = Ops({"aten.mul.Tensor(f32[2])": Timed(1e-6, 24, 2, 0.5)})
     save_profile(Profile({2: more}))
     both = Ops({**OPS.timed, **more.timed}, OPS.update)
     assert read_profile() == replace(PROFILE, ops={2: both})
     assert [p.name for p in own_cache.iterdir()] == ["profile-1.json"]
+    (key,) = more.timed  # measured again without a compiler, it is known as compiled
+    save_profile(Profile({2: Ops({key: Timed(2e-6, 24, 2)})}))
+    assert read_profile().ops[2].timed[key] == Timed(2e-6, 24, 2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +243,7 @@ def cluster_wanted(mesh: int | str) -> Cluster:
 def test_devices_of_this_machine_are_as_measured(monkeypatch, caplog) -> None:
     monkeypatch.setattr("autopar.machine.measured_cluster.busy", lambda ranks: 2)
     save_profile(PROFILE)
-    eager, inductor = PROFILE.backends["cpu"]
-    ops = replace(OPS, compiled=inductor / eager)
+    ops = replace(OPS, compiled=0.5)  # products take 1 of 3, and of 2
     for found in (cluster_wanted(2), cluster_wanted("2")):
         assert found.profile == machine_text()
         assert (found.device.ops, found.messages) == (ops, MESSAGES)
@@ -315,7 +319,8 @@ def test_what_cannot_be_measured_is_an_error(asked, text, capsys) -> None:
 
 
 def test_auto_is_the_backend_that_was_measured_to_be_faster(monkeypatch, capsys):
-    compiled, eager = {"cpu": (2.0, 1.0)}, {"cpu": (1.0, 2.0), "cuda": (1.0, 1.0)}
+    compiled, slow = {"cpu": BackendTimes(2.0, 1.0)}, BackendTimes(1.0, 2.0)
+    eager = {"cpu": slow, "cuda": BackendTimes(1.0, 1.0)}
     monkeypatch.setattr("autopar.machine.backend.missing_compiler", lambda device: "")
     assert resolve_backend("auto", CPU, eager) == ("eager", "")
     assert resolve_backend("auto", CPU, compiled) == ("inductor", "")

@@ -39,8 +39,7 @@ def resolve_backend(
         return asked, ""
     faster = device.type == "cuda"
     if device.type in measured:
-        eager, inductor = measured[device.type]
-        faster = inductor < eager
+        faster = measured[device.type].inductor < measured[device.type].eager
     if not faster:
         return "eager", ""
     if missing:

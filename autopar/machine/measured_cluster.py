@@ -11,7 +11,12 @@ from pathlib import Path
 
 from autopar.machine.hardware import cluster_of, read_devices, this_cluster
 from autopar.machine.machine import busy, machine_text
-from autopar.machine.profile_file import ProfileError, measured_machines, read_profile
+from autopar.machine.profile_file import (
+    BackendTimes,
+    ProfileError,
+    measured_machines,
+    read_profile,
+)
 from autopar.passes.price.cluster import Cluster, Device
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.measured import (
@@ -71,8 +76,8 @@ def known_cluster(devices: int, path: Path | None = None) -> Cluster:
     if not (ops.timed or ops.update or messages.points):
         return cluster
     kind = "cpu" if cluster.device.name == "CPU" else "cuda"
-    eager, inductor = profile.backends.get(kind, (1.0, 1.0))
-    ops = replace(ops, compiled=inductor / eager if eager else 1.0)
+    layers = profile.backends.get(kind, BackendTimes(1.0, 1.0))
+    ops = replace(ops, compiled=layers.beside_products)
     device = replace(cluster.device, ops=ops, flops=_peaks(cluster.device, ops))
     return replace(cluster, device=device, messages=messages, profile=machine_text())
 

@@ -1,19 +1,20 @@
 """profile.json: what machines were measured to take, by machine and torch version.
 
 {"format": 1, "machines": {"AMD EPYC (x86_64), 2 cores, ...": {
-  "ops": {"2": {"timed": {"aten.add.Tensor(...)": [seconds, bytes, flops]},
+  "ops": {"2": {"timed": {"aten.add.Tensor(...)": [seconds, bytes, flops, compiled]},
                 "update": [[bytes, seconds], ...]}},
   "messages": {"4": [["all_reduce", 2, 1, [[bytes, seconds], ...]], ...]},
   "skew": {"4": [[2, 1, seconds], ...]},
   "wakeup": {"4": seconds},
-  "alone": {"aten.linear.default(...)": [seconds, bytes, flops]},
-  "backends": {"cpu": [eager, inductor]}}}}
+  "alone": {"aten.linear.default(...)": [seconds, bytes, flops, 0]},
+  "backends": {"cpu": [eager, inductor, products]}}}}
 
 ops: by how many ranks compute at once. messages: by how many ranks there are; the
 collective, ranks of a group, and how far apart they are. skew: the same, and what they
 wait for the last of them after a second of computing. wakeup: what it takes until who
 waits for a message goes on, while all others compute. alone: ops by themselves,
-by which stages are cut. backends: seconds of a few layers, by the kind of device.
+by which stages are cut. backends: seconds of a few layers, by the kind of device, and
+those of products among them, which compiled functions call as they are.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.machine.machine import machine_text
 from autopar.passes.errors import AutoparError
@@ -34,12 +35,30 @@ from autopar.passes.price.measured import Messages, Ops, Point, Timed
 from autopar.terminal import command
 
 FORMAT = 1
-Backends = Mapping[str, tuple[float, float]]  # kind of device -> eager, inductor
+LEAST = 0.05  # of what ops take as Python, where clocks say that it is next to nothing
 LOG = logging.getLogger("autopar")
 
 
 class ProfileError(AutoparError):
     """A file of measurements that cannot be read, or is of another machine."""
+
+
+class BackendTimes(NamedTuple):
+    """Seconds of a few layers as Python, and as Inductor compiles them. products: of
+    these, what products take, in both."""
+
+    eager: float
+    inductor: float
+    products: float = 0.0
+
+    @property
+    def beside_products(self) -> float:
+        """What the rest takes when compiled, over what it takes as Python."""
+        rest = self.eager - self.products
+        return max(LEAST, (self.inductor - self.products) / rest) if rest > 0 else 1.0
+
+
+Backends = Mapping[str, BackendTimes]  # by the kind of device
 
 
 @dataclass(frozen=True)
@@ -56,13 +75,21 @@ class Profile:
         ops = dict(self.ops)
         for busy, more in other.ops.items():
             old = ops.get(busy, Ops())
-            ops[busy] = Ops({**old.timed, **more.timed}, more.update or old.update)
+            timed = {
+                k: _compiled_as(old.timed.get(k), t) for k, t in more.timed.items()
+            }
+            ops[busy] = Ops({**old.timed, **timed}, more.update or old.update)
         return Profile(
             ops,
             {**self.messages, **other.messages},
             {**self.alone, **other.alone},
             {**self.backends, **other.backends},
         )
+
+
+def _compiled_as(old: Timed | None, new: Timed) -> Timed:
+    """What was measured anew, with what is known of it compiled."""
+    return new if new.compiled or not old else replace(new, compiled=old.compiled)
 
 
 def usual_path() -> Path:
@@ -185,7 +212,7 @@ def _profile(data: Any) -> Profile:
     """Reads `profile_data`. Raises: ValueError, TypeError, KeyError, AttributeError."""
     ops = {
         int(busy): Ops(
-            {key: Timed(*_numbers(row, 3)) for key, row in entry["timed"].items()},
+            {key: _timed(row) for key, row in entry["timed"].items()},
             _points(entry["update"]) if entry["update"] else (),
         )
         for busy, entry in data["ops"].items()
@@ -207,15 +234,18 @@ def _profile(data: Any) -> Profile:
         for ranks, rows in data["messages"].items()
     }
     entry = data.get("alone", {})  # profiles of before have other seconds
-    alone = {key: Timed(*_numbers(row, 3)) for key, row in entry.items()}
+    alone = {key: _timed(row) for key, row in entry.items()}
     entry = data.get("backends", {})  # profiles of before have none
-    backends = {str(kind): _two(row) for kind, row in entry.items()}
+    backends = {
+        str(kind): BackendTimes(*_numbers(row, max(2, min(3, len(row)))))
+        for kind, row in entry.items()
+    }
     return Profile(ops, messages, alone, backends)
 
 
-def _two(row: Any) -> tuple[float, float]:
-    one, other = _numbers(row, 2)
-    return one, other
+def _timed(row: Any) -> Timed:
+    """Profiles of before do not say what is compiled."""
+    return Timed(*_numbers(row, max(3, min(4, len(row)))))
 
 
 def _points(rows: list[Any]) -> tuple[Point, ...]:

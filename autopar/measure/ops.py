@@ -70,11 +70,12 @@ class Job:
 @dataclass(frozen=True)
 class JobTimes:
     """timed: signature -> what it took, adding up to the whole. parts: function -> its
-    seconds, statement by statement. whole: seconds of all functions, when the clock was
-    not read in between."""
+    seconds, statement by statement. products: the share of products in these. whole:
+    seconds of all functions, when the clock was not read in between."""
 
     timed: Mapping[str, Timed]
     parts: Mapping[str, float]
+    products: float
     whole: float
 
     def __str__(self) -> str:
@@ -203,7 +204,8 @@ def _sum_up(
         kind.signature: Timed(more * mean(took), kind.bytes, kind.flops)
         for kind, took in samples.items()
     }
-    return JobTimes(timed, parts, whole)
+    products = sum(sum(samples[k]) for k in samples if timed[k.signature].is_product)
+    return JobTimes(timed, parts, products / total if total else 0.0, whole)
 
 
 def _overhead(clock: Callable[[], float]) -> float:

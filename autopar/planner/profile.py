@@ -20,7 +20,7 @@ import torch.distributed as dist
 from autopar.machine.backend import missing_compiler
 from autopar.machine.hardware import this_cluster
 from autopar.machine.machine import busy
-from autopar.machine.profile_file import Backends, Profile
+from autopar.machine.profile_file import Backends, BackendTimes, Profile
 from autopar.measure.compiled import measure_compiled
 from autopar.measure.messages import measure_messages
 from autopar.measure.ops import Job, make_job, run_job
@@ -76,10 +76,13 @@ def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
         told(f"messages between {world} ranks")
         tell("messages")
         messages[world] = measure_messages(world, device, load.seconds)
-    ops = Ops(measure_ops(load, device, told), _measure_update(device))
+    timed, update = measure_ops(load, device, told), _measure_update(device)
     compiles = load.backends and load.model and _rank() == 0
     backends = _from_first(measure_backends(load, device, told) if compiles else {})
-    return Profile({busy(world): ops}, messages, backends=backends)
+    if layers := backends.get(device.type):
+        gain = layers.beside_products
+        timed = {key: replace(t, compiled=gain) for key, t in timed.items()}
+    return Profile({busy(world): Ops(timed, update)}, messages, backends=backends)
 
 
 def measure_backends(load: Workload, device: torch.device, told: Watch) -> Backends:
@@ -93,13 +96,16 @@ def measure_backends(load: Workload, device: torch.device, told: Watch) -> Backe
     if took is None:
         told(f"{job.name}: compiling takes too long to be measured")
         return {}
-    eager, inductor = map(seconds, took)
-    told(f"{job.name}: as Python {eager}, compiled by Inductor {inductor}")
-    return {device.type: took}
+    eager, inductor = took
+    one, other = map(seconds, took)
+    told(f"{job.name}: as Python {one}, compiled by Inductor {other}")
+    share = run_job(alone(load, outlined=False), device, load.repeats).products
+    return {device.type: BackendTimes(eager, inductor, share * eager)}
 
 
-def alone(load: Workload) -> Job:
-    """A forward and backward of few layers and samples on one rank, as it would run."""
+def alone(load: Workload, outlined: bool = True) -> Job:
+    """A forward and backward of few layers and samples on one rank, as it would run;
+    if it is not outlined, its statements can be timed."""
     loaded = load_model(load.model, seed=load.seed, device="meta")
     batch = batch_for(loaded, SAMPLES, load.seq)
     of = capture_short(loaded.model, batch)
@@ -110,7 +116,7 @@ def alone(load: Workload) -> Job:
     local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
     known = {**batch, **of.named.traced.literals}
     name = f"{samples} samples on one rank"
-    return make_job(name, local, plan.mesh, plan.microbatches, known, outlined=True)
+    return make_job(name, local, plan.mesh, plan.microbatches, known, outlined)
 
 
 def measure_ops(load: Workload, device: torch.device, told: Watch) -> dict[str, Timed]:

@@ -28,11 +28,11 @@ def profile_report(profile: Profile) -> str:
 
 def _backends_table(profile: Profile) -> Table:
     rows = tuple(
-        (device, seconds(eager), seconds(inductor), f"{eager / inductor:.2f}")
-        for device, (eager, inductor) in sorted(profile.backends.items())
+        (device, *map(seconds, took), f"{took.eager / took.inductor:.2f}")
+        for device, took in sorted(profile.backends.items())
     )
     told = "by which --backend auto chooses"
-    head = ("device", "eager", "inductor", "ratio")
+    head = ("device", "eager", "inductor", "products", "ratio")
     return Table("a few layers, forward and backward", head, rows, (told,))
 
 

@@ -31,11 +31,19 @@ Place = tuple[str, int, int]  # collective, ranks of a group, how far apart they
 
 @dataclass(frozen=True)
 class Timed:
-    """One op at one size. seconds: of one run; bytes: read and written; flops: done."""
+    """One op at one size. seconds: of one run; bytes: read and written; flops: done.
+    compiled: seconds that the ops of its model take beside products, as Inductor
+    compiles them, over those of Python; 0: not known."""
 
     seconds: float
     bytes: float
     flops: float
+    compiled: float = 0.0
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it does more operations than it moves bytes."""
+        return self.flops > self.bytes
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,7 @@ class Ops:
 
     timed: `passes.cost.signature` -> what it took, with what starting it took. update:
     what the optimizer takes for a parameter: (its bytes, seconds), by ascending bytes.
-    compiled: seconds that some layers take as Inductor compiles them, over those of
-    Python.
+    compiled: as of `Timed`, of the layers that were compiled last.
     """
 
     timed: Mapping[str, Timed] = field(default_factory=dict)
@@ -91,10 +98,11 @@ class Ops:
 
     @cached_property
     def by_inductor(self) -> Ops:
-        """The same as they are in compiled functions, taken to be all as fast as some
-        layers were."""
+        """The same in compiled functions: products as they are, whose kernels are the
+        same, and the rest by as much faster as that of its model was."""
+        gains = {k: t.compiled or self.compiled for k, t in self.timed.items()}
         timed = {
-            key: replace(t, seconds=t.seconds * self.compiled)
+            key: t if t.is_product else replace(t, seconds=t.seconds * gains[key])
             for key, t in self.timed.items()
         }
         return replace(self, timed=timed, compiled=1.0)
@@ -118,12 +126,11 @@ def kind_of(signature: str) -> str:
 
 
 def without_products(timed: Mapping[str, Timed], floats: str) -> dict[str, Timed]:
-    """What was measured, but for products of floats of a type, as `f32`: what does more
-    operations than it moves bytes."""
+    """What was measured, but for products of floats of a type, as `f32`."""
     return {
         key: timed_op
         for key, timed_op in timed.items()
-        if timed_op.flops <= timed_op.bytes or not kind_of(key).endswith(f" {floats}")
+        if not (timed_op.is_product and kind_of(key).endswith(f" {floats}"))
     }
 
 
