@@ -136,7 +136,7 @@ def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:
 def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    all_of_it = "autopar.passes.price.estimate.exposed"
+    all_of_it = "autopar.passes.price.estimate.exposed_seconds"
     monkeypatch.setattr(all_of_it, lambda moving, *beside: moving)
     cluster = cluster_of("4xA100-80GB")
     shared = replace(even("dp=4"), zero=1)
@@ -163,7 +163,7 @@ def test_what_is_shared_out_moves_when_the_runtime_moves_it() -> None:
     for zero in (0, 1, 2, 3):
         found = run_on_paper(replace(even("dp=4"), zero=zero), prices, cluster)
         (stage,), (once,) = found.stages, found.once
-        by_block = {(w.part, w.kind) for w in stage.waits if w.axes == ("dp",)}
+        by_block = {(w.part, w.kind) for w in stage.exposed if w.axes == ("dp",)}
         runs[zero] = by_block, {term for term in once if term.endswith(" dp")}
         assert "all_reduce dp" in once
         runs[zero][1].remove("all_reduce dp")

@@ -102,7 +102,9 @@ def same_by_all(
     for stage, planned in zip(compiled.stages, e.stages, strict=True):
         assert stage.total == pytest.approx(planned.total, rel=1.5 * seconds), told
         if not shares:
-            assert stage.waited == pytest.approx(planned.waited, rel=1e-6), told
+            assert stage.exposed_total == pytest.approx(
+                planned.exposed_total, rel=1e-6
+            ), told
             for kept in ("residuals", "weight_residuals", "sent", "received"):
                 found = getattr(stage.footprint, kept)
                 assert found == getattr(planned.footprint, kept), told

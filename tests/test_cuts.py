@@ -109,7 +109,9 @@ def test_with_many_microbatches_ranks_are_balanced(
 def moved(stage: StageSpec) -> list[float]:
     """Bytes that a stage waits for forward, and in its backward."""
     parts = ("forward", "backward")
-    return [sum(w.bytes for w in stage.took.waits if w.part == part) for part in parts]
+    return [
+        sum(w.bytes for w in stage.took.exposed if w.part == part) for part in parts
+    ]
 
 
 def test_gathers_of_parameters_are_priced_when_they_run() -> None:

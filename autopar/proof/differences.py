@@ -94,18 +94,18 @@ def update_errors(ours: StepResult, want: Update | None) -> dict[str, float]:
     return errors
 
 
-def update_room(
+def update_allowance(
     moved: Mapping[str, float], exact: StepResult, update: Update | None
 ) -> dict[str, float]:
     """What errors of an update may be, where gradients may be moved: AdamW's first step
     is of RATE g / (|g| + eps), so at most RATE / eps times as far."""
     if update is None:
         return {}
-    room = {CLIPPING: moved[NORM]}
+    allowed = {CLIPPING: moved[NORM]}
     for name, gradient in exact.gradients.items():
         share = moved[name] + moved[NORM]
         scale = update.eps * update.weights[name].norm().item()
         after = RATE * share * gradient.norm().item() / scale if scale else 0.0
-        room[f"{name} after an update"] = after
-        room[f"{name} in a checkpoint"] = max(after, share)
-    return room
+        allowed[f"{name} after an update"] = after
+        allowed[f"{name} in a checkpoint"] = max(after, share)
+    return allowed

@@ -19,7 +19,6 @@ from autopar.passes.capture.mixed_precision import Lowering, low_dtype
 from autopar.passes.capture.trace import Traced
 from autopar.passes.program import Program
 from autopar.progress import tell
-from autopar.proof.again import Again, Arithmetic
 from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_values
@@ -28,6 +27,7 @@ from autopar.proof.in_double import tree_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import StepResult
 from autopar.proof.reference import OurChance, reference_step
+from autopar.proof.reference_runs import Arithmetic, ReferenceRuns
 from autopar.proof.update import Update
 from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
 
@@ -52,15 +52,15 @@ class Expected:
 
     result: what it computes; in mixed precision under autocast. made: what its routers
     chose. exact: of the model in its own precision, told so, where that is mixed.
-    again: tells rounding from faults. drawn: of weights and batch. buffers: those that
-    were drawn, too. update: what follows the gradients, if that is compared too.
+    reference: tells rounding from faults. drawn: of weights and batch. buffers: those
+    that were drawn, too. update: what follows the gradients, if that is compared too.
     """
 
     weights: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
     result: StepResult
     tolerance: float
-    again: Again
+    reference: ReferenceRuns
     made: tuple[Tensor, ...] = ()
     exact: StepResult | None = None
     drawn: tuple[str, ...] = ()
@@ -194,7 +194,7 @@ def _expect(
         {k: v for k, v in batch.items() if isinstance(v, Tensor)},
         result_of_model(*want, step.evaluated(batch, precision, Choosing())),
         rounding(model, precision, seen.narrowest) if allowed is None else allowed,
-        Again(step.run),
+        ReferenceRuns(step.run),
         made,
         step.told(batch, None) if precision else None,
         drawn,

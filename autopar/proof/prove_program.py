@@ -28,7 +28,6 @@ from autopar.passes.proof.same_specs import find_other_spec
 from autopar.passes.proof.shrink_plan import StageLayers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.progress import tell
-from autopar.proof.again import Again, Arithmetic, default_dtype
 from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.expected import Expected
@@ -36,6 +35,7 @@ from autopar.proof.full_size import check_full_size
 from autopar.proof.in_double import program_in_double, tree_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import StepResult, VerificationFailed
+from autopar.proof.reference_runs import Arithmetic, ReferenceRuns, default_dtype
 from autopar.proof.run_beside import prove as run_beside
 from autopar.proof.small import Runnable, make_small, whole
 from autopar.proof.update import update_whole
@@ -231,7 +231,7 @@ def _expect(
                 *results[:2], _evaluated(runnable, values), outputs=results[2]
             ),
             TOLERANCE,
-            Again(partial(_run_again, runnable, values, key)),
+            ReferenceRuns(partial(_run_reference, runnable, values, key)),
             update=update,
         )
     raise NotProved(
@@ -245,25 +245,25 @@ def _evaluated(runnable: Runnable, values: Mapping[str, Tensor]) -> Tensor | Non
     return run_graph(runnable.traced, values, None)[0]
 
 
-def _run_again(
+def _run_reference(
     runnable: Runnable,
     values: Mapping[str, Tensor],
     key: int,
     arithmetic: Arithmetic,
 ) -> StepResult:
-    """As `Again` wants it: in float64, be it asked for or not."""
+    """As `ReferenceRuns` wants it: in float64, be it asked for or not."""
     with arithmetic:
         results = run_graph(runnable.traced, values, key)
         evaluated = _evaluated(runnable, values)
         return result_of_model(*results[:2], evaluated, outputs=results[2])
 
 
-Named = dict[str, Tensor]
+ByName = dict[str, Tensor]
 
 
 def _values(
     runnable: Runnable, batch: Mapping[str, Any], seed: int, number: int
-) -> Iterator[tuple[Named, Named]]:
+) -> Iterator[tuple[ByName, ByName]]:
     """Weights and batches to compare on: drawn ones, of which the first has a sample
     without labels, and a query that sees nothing; then those given, if they fit."""
     graph = runnable.traced.graph

@@ -14,12 +14,17 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.passes.schedule.check_schedule import check
 from autopar.progress import tell
-from autopar.proof.again import DRAWS, default_dtype
-from autopar.proof.differences import CHOICES, differences, update_errors, update_room
+from autopar.proof.differences import (
+    CHOICES,
+    differences,
+    update_allowance,
+    update_errors,
+)
 from autopar.proof.drawn import is_finite
 from autopar.proof.expected import TOLERANCE, Expected, unmoved
 from autopar.proof.in_double import program_in_double, tree_in_double
 from autopar.proof.ranks import StepInputs, StepResult, VerificationFailed, run_steps
+from autopar.proof.reference_runs import DRAWS, default_dtype
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.execute.code_cache import CodeCache
@@ -130,7 +135,7 @@ def _look_again(
 
 def _in_double(expected: Expected) -> Expected:
     """Raises ValueError if the model gives no finite numbers there."""
-    exact = expected.again.exact
+    exact = expected.reference.exact
     if not is_finite(exact.loss, exact.gradients):
         raise ValueError("the model gives no finite numbers")
     return replace(
@@ -143,17 +148,17 @@ def _in_double(expected: Expected) -> Expected:
 
 
 def _compare_in_double(ours: StepResult, wide: Expected) -> Verification:
-    moved = wide.again.scatter(double=True)
-    room = {**moved, **update_room(moved, wide.result, wide.update)}
-    return replace(_compare(ours, wide, None), reference_away=room, rounded=True)
+    moved = wide.reference.scatter(double=True)
+    allowed = {**moved, **update_allowance(moved, wide.result, wide.update)}
+    return replace(_compare(ours, wide, None), reference_away=allowed, rounded=True)
 
 
 def _compare_rounded(
     ours: StepResult, expected: Expected, told: RoutingReplay, draws: int
 ) -> Verification:
-    proof = _compare(ours, replace(expected, exact=expected.again.exact), told)
-    moved = expected.again.scatter(double=False, draws=draws)
+    proof = _compare(ours, replace(expected, exact=expected.reference.exact), told)
+    moved = expected.reference.scatter(double=False, draws=draws)
     known = proof.reference_away
-    room = {name: max(error, moved.get(name, 0.0)) for name, error in known.items()}
-    room |= update_room(room, expected.again.exact, expected.update)
-    return replace(proof, reference_away=room, rounded=True)
+    allowed = {name: max(error, moved.get(name, 0.0)) for name, error in known.items()}
+    allowed |= update_allowance(allowed, expected.reference.exact, expected.update)
+    return replace(proof, reference_away=allowed, rounded=True)

@@ -91,7 +91,13 @@ def stages_table(record: PlanRecord) -> Table:
     for i, (stage, layers) in enumerate(
         zip(best.stages, best.candidate.layers, strict=True)
     ):
-        times = (stage.forward, stage.backward, stage.weight, stage.waited, stage.send)
+        times = (
+            stage.forward,
+            stage.backward,
+            stage.weight,
+            stage.exposed_total,
+            stage.send,
+        )
         row = (layers, *map(seconds, times), _bytes(stage.footprint.residuals))
         alike.setdefault(row, []).append(i)
     return Table(

@@ -41,7 +41,7 @@ def simulate_estimate(
     chosen = e.candidate
     named = layers or [f"{count} layers" for count in chosen.layers]
     stages = [
-        StageWork(told, stage.computing, _waits(stage), stage.send, stage.footprint)
+        StageWork(told, stage.computing, _exposed(stage), stage.send, stage.footprint)
         for stage, told in zip(e.stages, named, strict=True)
     ]
     # Nothing is sent behind the last stage.
@@ -62,12 +62,12 @@ def simulate_estimate(
     return run_step(schedule_of(chosen), stages, ranks, contention, proved=True)
 
 
-def _waits(stage: StageSeconds) -> dict[str, tuple[Work, ...]]:
+def _exposed(stage: StageSeconds) -> dict[str, tuple[Work, ...]]:
     """Part -> what it waits for."""
-    waits: dict[str, list[Work]] = defaultdict(list)
-    for w in stage.waits:
-        waits[w.part].append(Work(w.label, w.seconds, calls=w.calls, bytes=w.bytes))
-    return {part: tuple(works) for part, works in waits.items()}
+    exposed: dict[str, list[Work]] = defaultdict(list)
+    for w in stage.exposed:
+        exposed[w.part].append(Work(w.label, w.seconds, calls=w.calls, bytes=w.bytes))
+    return {part: tuple(works) for part, works in exposed.items()}
 
 
 def simulate_program(program: Program, cluster: Cluster) -> StepRun:

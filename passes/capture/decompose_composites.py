@@ -1,4 +1,10 @@
-"""Ops that are others in one, decomposed, so that what these may split is known."""
+"""Ops that are others in one, decomposed, so that what these may split is known.
+
+The rules are our own, as torch's decompositions are made for kernels: there `repeat` is
+three copies, `dot` and `mv` are no products any more, and `group_norm` and
+`_weight_norm` end in ops whose statistics nobody can split; and each takes some 50 ms
+to be traced.
+"""
 
 from __future__ import annotations
 

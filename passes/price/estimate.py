@@ -25,7 +25,7 @@ from ..price.sources import Sources, find_sources
 from ..price.stage_seconds import (
     SKEW,
     StageSeconds,
-    exposed,
+    exposed_seconds,
     neighbour,
     shares_cores,
     stage_seconds,
@@ -121,7 +121,7 @@ def step_parts(
         for term, spent in (("gradients", backward), ("parameters", took.forward)):
             own = {t: s for t, s in terms.items() if moves_beside(t) == term}
             if moving := sum(own.values()):
-                waited = exposed(moving, spent, max(1.0, blocks), cluster)
+                waited = exposed_seconds(moving, spent, max(1.0, blocks), cluster)
                 terms.update({t: s * waited / moving for t, s in own.items()})
         meet = {e.axes for e in (*step.beside, *account.pending) if e.bytes}
         if shares_cores(cluster):
@@ -327,9 +327,9 @@ def _parts_of(
     parts = defaultdict[str, float](float, idle=idle)
     for t, r in zip(took, timeline.schedule.stage_to_rank, strict=True):
         if r == rank:
-            for wait in t.waits:
+            for wait in t.exposed:
                 parts[wait.label] += microbatches * wait.seconds
-            parts["compute"] += microbatches * (t.total - t.waited)
+            parts["compute"] += microbatches * (t.total - t.exposed_total)
     if cluster.cores:
         parts["shared cores"] = timeline.busy[rank] - (sum(parts.values()) - idle)
     for term, waited in once.items():

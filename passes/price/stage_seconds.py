@@ -27,7 +27,7 @@ NOTHING = Footprint(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Wait:
+class Exposed:
     """What a part of a microbatch waits for a collective over some axes, in seconds;
     calls, bytes: of what moves, see `passes.price.cluster.Link`."""
 
@@ -53,7 +53,7 @@ class StageSeconds:
     backward: float
     weight: float
     send: float
-    waits: tuple[Wait, ...] = ()
+    exposed: tuple[Exposed, ...] = ()
     footprint: Footprint = NOTHING
 
     @property
@@ -66,15 +66,15 @@ class StageSeconds:
         return Seconds(self.forward, self.backward, self.weight)
 
     @property
-    def waited(self) -> float:
-        return sum(w.seconds for w in self.waits)
+    def exposed_total(self) -> float:
+        return sum(w.seconds for w in self.exposed)
 
     @property
     def computing(self) -> Mapping[str, float]:
-        """Seconds of each part without its waits."""
+        """Seconds of each part without what it waits."""
         whole = {FORWARD: self.forward, BACKWARD: self.backward, WEIGHT: self.weight}
         waited = dict.fromkeys(whole, 0.0)
-        for wait in self.waits:
+        for wait in self.exposed:
             waited[wait.part] += wait.seconds
         return {part: s - waited[part] for part, s in whole.items()}
 
@@ -85,10 +85,10 @@ def stage_seconds(account: Account, mesh: Mesh, cluster: Cluster) -> StageSecond
     account: of a rank of the whole mesh, with what moves of parameters.
     """
     took: dict[str, float] = {}
-    waits: list[Wait] = []
+    exposed: list[Exposed] = []
     for name, part in account.microbatch.items():
         took[name], own = part_seconds(part, name, mesh, cluster)
-        waits += own
+        exposed += own
     share = min(1.0, cluster.cores_each)
     parts = took[FORWARD], took[BACKWARD], took[WEIGHT]
     next_rank = neighbour(cluster, mesh)
@@ -97,12 +97,12 @@ def stage_seconds(account: Account, mesh: Mesh, cluster: Cluster) -> StageSecond
         send = max(send, cluster.messages.wakeup)
     else:  # a message follows a forward, and one a backward
         send += next_rank.skew(sum(parts) / 2)
-    return StageSeconds(*parts, send, tuple(waits), account.footprint)
+    return StageSeconds(*parts, send, tuple(exposed), account.footprint)
 
 
 def part_seconds(
     part: PartCost, name: str, mesh: Mesh, cluster: Cluster
-) -> tuple[float, list[Wait]]:
+) -> tuple[float, list[Exposed]]:
     """Seconds of a part of one microbatch, and those of them that are waited, by name.
 
     A link's seconds are with all ranks at it. Where they share cores, and so have less
@@ -110,30 +110,30 @@ def part_seconds(
     """
     share = min(1.0, cluster.cores_each)
 
-    def moved(exchanges: Exchanges) -> list[Wait]:
-        each_wait = []
+    def moved(exchanges: Exchanges) -> list[Exposed]:
+        each = []
         for e in exchanges:
             if e.calls > 0:
                 once = cluster.link(mesh, e.axes).seconds(e.kind, e.bytes / e.calls)
                 took = share * e.calls * once
-                each_wait.append(Wait(name, e.kind, e.axes, took, e.calls, e.bytes))
-        return each_wait
+                each.append(Exposed(name, e.kind, e.axes, took, e.calls, e.bytes))
+        return each
 
-    waits = [*moved(part.exchanges), *_skew(part, name, mesh, cluster)]
-    starts = part.launches + sum(w.calls for w in waits)
-    took = part.seconds + sum(w.seconds for w in waits)
+    exposed = [*moved(part.exchanges), *_skew(part, name, mesh, cluster)]
+    starts = part.launches + sum(w.calls for w in exposed)
+    took = part.seconds + sum(w.seconds for w in exposed)
     took = max(took, cluster.device.dispatch * starts)
     beside = moved(part.beside)
     if (moving := sum(w.seconds for w in beside)) > 0:
         blocks = max(w.calls for w in beside)
-        waited = exposed(moving, part.seconds, blocks, cluster)
+        waited = exposed_seconds(moving, part.seconds, blocks, cluster)
         took += waited
         slower = waited / moving
-        waits += [replace(w, seconds=slower * w.seconds) for w in beside]
-    return took, waits
+        exposed += [replace(w, seconds=slower * w.seconds) for w in beside]
+    return took, exposed
 
 
-def _skew(part: PartCost, name: str, mesh: Mesh, cluster: Cluster) -> Iterator[Wait]:
+def _skew(part: PartCost, name: str, mesh: Mesh, cluster: Cluster) -> Iterator[Exposed]:
     """Yields what ranks wait for the last of them in a part of one microbatch, along
     the axes where that is most."""
     if shares_cores(cluster):
@@ -148,7 +148,7 @@ def _skew(part: PartCost, name: str, mesh: Mesh, cluster: Cluster) -> Iterator[W
     }
     if any(late.values()):
         axes = max(late, key=late.__getitem__)
-        yield Wait(name, SKEW, axes, late[axes], 0.0, 0.0)
+        yield Exposed(name, SKEW, axes, late[axes], 0.0, 0.0)
 
 
 def shares_cores(cluster: Cluster) -> bool:
@@ -157,7 +157,9 @@ def shares_cores(cluster: Cluster) -> bool:
     return cluster.cores_each < 1
 
 
-def exposed(moving: float, computing: float, blocks: float, cluster: Cluster) -> float:
+def exposed_seconds(
+    moving: float, computing: float, blocks: float, cluster: Cluster
+) -> float:
     """Seconds that collectives add to computing, which move by block beside it.
 
     moving, computing: seconds of each by itself.

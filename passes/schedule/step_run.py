@@ -49,21 +49,21 @@ class StageWork:
     """One microbatch on a stage's rank.
 
     computing: forward, backward (its input half) and weight (its other half) ->
-    seconds. waits: the same -> its collectives. send: seconds of a message to a
+    seconds. collectives: of the same. send: seconds of a message to a
     neighbour. footprint: of its activations and messages.
     """
 
     layers: str
     computing: Mapping[str, float]
-    waits: Mapping[str, tuple[Work, ...]] = field(default_factory=dict)
+    collectives: Mapping[str, tuple[Work, ...]] = field(default_factory=dict)
     send: float = 0.0
     footprint: Footprint = NOTHING
 
     def seconds(self, part: str) -> float:
         """What is overlapped beside the computing counts as far as it is longer."""
-        computing, waits = self.computing[part], self.waits.get(part, ())
-        overlapped = sum(w.seconds for w in waits if w.overlapped)
-        exposed = sum(w.seconds for w in waits if not w.overlapped)
+        computing, moving = self.computing[part], self.collectives.get(part, ())
+        overlapped = sum(w.seconds for w in moving if w.overlapped)
+        exposed = sum(w.seconds for w in moving if not w.overlapped)
         return max(computing, overlapped) + exposed
 
 
@@ -211,11 +211,11 @@ def _of_span(
     usual = 0.0 if alone else sum(map(stage.seconds, PARTS_OF[action.kind]))
     slower = span.seconds / usual if usual else 1.0
     for part in PARTS_OF[action.kind]:
-        waits: Sequence[Work] = stage.waits.get(part, ())
+        moving: Sequence[Work] = stage.collectives.get(part, ())
         if slower != 1.0:
-            waits = [replace(w, seconds=slower * w.seconds) for w in waits]
-        overlapped = [w for w in waits if w.overlapped]
-        exposed = [w for w in waits if not w.overlapped]
+            moving = [replace(w, seconds=slower * w.seconds) for w in moving]
+        overlapped = [w for w in moving if w.overlapped]
+        exposed = [w for w in moving if not w.overlapped]
         end = begin + slower * stage.seconds(part)
         later = end - sum(w.seconds for w in exposed)
         events += _in_turn(rank, overlapped, begin, action, stage.layers)

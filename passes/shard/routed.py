@@ -5,7 +5,7 @@ an axis ep splits the tokens by sample and the weights by expert. Each rank send
 row to the rank that has its expert, once, and gets it back when all is done with it
 (Lepikhin 2020, section 3.2): two all-to-alls, whose counts depend on the data, so no
 row is dropped and none is padded. Against gathering the rows of all n ranks for each
-product, as a op_sharding `expert_linear:experts` does, it moves 1/n of the rows.
+product, as the op sharding `expert_linear:experts` does, it moves 1/n of the rows.
 
 To the compiler such rows are split along the batch as ever, only in another order and
 number: a state of its own of a `Sharding`. What computes row by row passes it on; any

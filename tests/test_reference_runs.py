@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from cases import Case
 from torch import Tensor, nn
 
-from autopar.proof.again import SELECTING, Arithmetic, default_dtype
 from autopar.proof.differences import differences, update_errors
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
 from autopar.proof.ranks import StepResult, VerificationFailed
+from autopar.proof.reference_runs import SELECTING, Arithmetic, default_dtype
 from autopar.proof.update import Update, Updated
 from autopar.proof.verification import Verification
 from autopar.reports.proof import verification_data, verification_table

@@ -42,7 +42,7 @@ SELECTING = frozenset(
 )
 
 
-class Again:
+class ReferenceRuns:
     """Runs of one step. run: of the model, by an arithmetic; in double: given float64
     alone."""
 
