@@ -3,10 +3,10 @@
 The long description is README.md without its links to files, which lead nowhere once
 it is not beside them.
 
-A wheel takes any torch that the whole test suite has passed on, as does a checkout
-where one is installed. Where none is, the checkout's range ends at 2.13, as pip takes
-the newest that it may: the suite runs on that one every day, and a machine that has a
-wheel of it for CPUs takes no 5 GB of CUDA.
+A wheel takes any torch that the test suite has passed on, or at least its quick part,
+as does a checkout where one is installed. Where none is, the checkout's range ends at
+2.13, as pip takes the newest that it may: the suite runs on that one every day, and a
+machine that has a wheel of it for CPUs takes no 5 GB of CUDA.
 """
 
 import re

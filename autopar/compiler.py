@@ -43,9 +43,8 @@ def compile_offline(
     batch: the full, global batch, as example of names, shapes and types. cluster: whose
     seconds decide, see `compile_program`; None: this machine's, measured once. prove:
     that the program computes what the model does, see `autopar.proof.prove_program`.
-    outputs: names of what else the
-    model returns that comes out. Scalars beside the loss do if microbatches can share
-    them out; a note says which do not.
+    outputs: names of what else the model returns that comes out. Scalars beside the
+    loss do if microbatches can share them out; a note says which do not.
     Raises: AutoparError.
     """
     watch, devices = watch_from_environment(), cluster or this_machine

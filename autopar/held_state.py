@@ -135,7 +135,7 @@ class HeldState:
         """The same, with the model's own names; `h.0.attn.qkv[0:32].weight` is part of
         one that the model cuts into pieces, which rest each by itself.
 
-        As of a module: prefix: put before all names. recurse: whether those of
+        As of a module. prefix: put before all names. recurse: whether those of
         submodules are among them.
         """
         held = self.executor if self._host is None else self._host

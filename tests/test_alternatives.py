@@ -45,6 +45,7 @@ def sharded(method: str = "gather", **options) -> AxisShardings:
     return shardings
 
 
+@pytest.mark.slow
 def test_keys_are_passed_round_where_all_of_them_do_not_fit() -> None:
     gathered, ring = sharded(), sharded("ring")
     assert gathered.op_shardings[ATTENTION] == "seq"

@@ -81,7 +81,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize("candidate", CASES, ids=str)
 def test_memory_on_paper_is_that_of_the_program(
@@ -99,6 +99,7 @@ def test_memory_on_paper_is_that_of_the_program(
         assert sum(terms.values()) == pytest.approx(held.total, rel=rough)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_products_of_half_the_bits_take_half_the_time(precision: str) -> None:
     """Products alone: they run at the peak of the type that is multiplied."""
@@ -207,6 +208,7 @@ def test_what_moves_once_a_step_goes_by_layer() -> None:
         assert once[f"{term} dp"] == pytest.approx(blocks * each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decided",
     [
@@ -362,6 +364,7 @@ def test_attention_works_in_all_ways_that_it_can(
         assert e.candidate.context_parallel in str(e.candidate)
 
 
+@pytest.mark.slow
 def test_nothing_is_made_again_where_all_of_it_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -120,6 +120,7 @@ CHANGES: list[tuple[Callable[[Pruned], Any], str]] = [
 ]
 
 
+@pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize(("change", "says"), CHANGES)
 def test_before_the_first_step_a_change_is_refused(change, says) -> None:
     model, step = pruned()
@@ -128,6 +129,7 @@ def test_before_the_first_step_a_change_is_refused(change, says) -> None:
         step(**X)
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(("change", "says"), CHANGES)
 def test_later_a_change_is_told_of(change, says, caplog) -> None:
     model, step = pruned()

@@ -67,7 +67,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize(("mesh", "options"), ELSEWHERE)
 def test_another_mesh_goes_on_as_one_device(saved, expected, mesh, options):
     for found in run(saved, compiled(mesh, **options), HALF, STEPS):

@@ -117,6 +117,7 @@ def test_any_optimizer_with_state_by_element(tmp_path):
         assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_changes_nothing(saved):
     step = one(plain_gpt, layers=2, vocab=90)
     before = step.state_dict()

@@ -284,6 +284,7 @@ def fail_on_rank_1(folder: Path, program: Program) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for said in run_ranks(fail_on_rank_1, 2, tmp_path, tiny().proved("dp=2,tp=1")):
         assert "OSError on rank 1: [Errno 28] No space left" in said

@@ -11,6 +11,7 @@ from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("look", CHECKS)
 def test_a_check_is_left_out_with_a_remark(look):
     case = case_of(look)

@@ -81,6 +81,7 @@ def test_all_ranks_hear_that_no_plan_fits() -> None:
     assert said[0].startswith("Infeasible: no plan fits into 2xCPU")
 
 
+@pytest.mark.slow
 def test_one_device_needs_no_processes() -> None:
     case = plain_gpt()
     step = autopar.compile(case.model, 1)

@@ -63,7 +63,7 @@ def test_of_equal_things_the_earlier_give_way_first():
     assert picked == [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
 
 
-@pytest.mark.matrix(quick=1, daily=6)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize(
     ("mesh", "options"),
@@ -116,6 +116,7 @@ def test_no_other_choice_that_fits_takes_less_time():
     assert extra(chosen) == pytest.approx(min(times), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_ranks_with_more_in_flight_compute_more_again():
     case = plain_gpt(layers=6)
     budget = between(case, 0.4, "pp=2", 8)

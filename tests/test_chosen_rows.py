@@ -66,6 +66,7 @@ ADDS = (in_place, one_hot, copies, of_samples, scattered, of_one_mask)
 GUARDED = (if_any, else_nothing, by_masks, if_not_none, if_counted, if_in, if_in_counts)
 
 
+@pytest.mark.slow
 def test_experts_in_all_words_are_proved() -> None:
     program = case(of_all, *ADDS).proved("dp=2,tp=2")
     assert "models_of_rows.py" in program.remarks[0]
@@ -99,14 +100,17 @@ def test_a_row_beside_one_that_was_not_chosen_may_be_none() -> None:
     case(after_chosen).verify("dp=2", 1)
 
 
+@pytest.mark.slow
 def test_whether_there_are_rows_may_be_asked() -> None:
     case(of_all, *GUARDED[:4]).verify("dp=2", 1)
 
 
+@pytest.mark.slow
 def test_it_may_be_asked_in_all_words() -> None:
     case(of_all, in_words).verify("tp=1", 1)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("change", [more, others, summed])
 def test_what_is_done_if_there_are_rows_is_to_them_alone(change: Any) -> None:
     one = case(of_all, guarded(themselves))
@@ -123,6 +127,7 @@ def test_one_number_that_is_0_or_less_says_nothing_of_others(add: Any) -> None:
         trace(one.model, one.batch)
 
 
+@pytest.mark.slow
 def test_counts_are_as_many_as_torch_gives() -> None:
     case(of_all, if_in_short_counts, never_chosen(EXPERTS)).verify("dp=2", 1)
     one = case(of_all, never_chosen(0))
@@ -130,6 +135,7 @@ def test_counts_are_as_many_as_torch_gives() -> None:
         trace(one.model, one.batch)
 
 
+@pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize(
     "add", [different, of_each, moved, split, weighed, of_two, of_length]
 )

@@ -48,6 +48,7 @@ def out(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compile_inspect_verify(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +68,7 @@ def test_compile_inspect_verify(
     assert json.loads(out(capsys))["drawn"] == []
 
 
+@pytest.mark.slow
 def test_microbatches_and_the_batch_count_all_ranks_with_samples(
     tmp_path: Path,
 ) -> None:
@@ -78,6 +80,7 @@ def test_microbatches_and_the_batch_count_all_ranks_with_samples(
     assert program.batch_extent == 4 * 2 * 8 and program.plan.microbatches == 8
 
 
+@pytest.mark.slow
 def test_what_is_left_to_the_compiler_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +98,7 @@ def test_what_is_left_to_the_compiler_is_shown(
     assert main(["verify", where]) == 0
 
 
+@pytest.mark.slow
 def test_options_become_decisions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +118,7 @@ def test_options_become_decisions(
     assert plan.split["tp"] and "seq" not in plan.split["tp"]
 
 
+@pytest.mark.slow
 def test_several_stages_a_rank_are_proved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +132,7 @@ def test_several_stages_a_rank_are_proved(
     assert "fix  stages_per_rank=2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_edited_decisions_compile(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +188,7 @@ def test_inspect_lists_modules(plan: str, capsys: pytest.CaptureFixture[str]) ->
     assert main(["inspect", plan, "--stage", "9"]) == 2
 
 
+@pytest.mark.slow
 def test_inspect_and_verify_speak_json(
     plan: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +202,7 @@ def test_inspect_and_verify_speak_json(
     assert proof["passed"] and set(proof["errors"]) > {"loss", "tokens.weight"}
 
 
+@pytest.mark.slow
 def test_verify_in_double_precision(
     plan: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +229,7 @@ def test_a_model_too_big_to_run_is_proved_small(
     assert "ModelMismatch" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_batch_too_big_to_compare_is_proved_small(
     plan: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +246,7 @@ def test_a_batch_too_big_to_compare_is_proved_small(
     assert "proved on all 4 ranks" in out(capsys)
 
 
+@pytest.mark.slow
 def test_a_wrong_program_fails_its_proof(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +260,7 @@ def test_a_wrong_program_fails_its_proof(
     assert "FAILED" in out(capsys)
 
 
+@pytest.mark.slow
 def test_training_follows_the_reference(
     single: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,6 +377,7 @@ def test_the_small_model_is_what_plans_are_of() -> None:
     assert small_program().inputs["ids"] == ((BATCH, CONFIG.context), "int64")
 
 
+@pytest.mark.slow
 def test_microbatches_fill_the_pipeline_unless_told_otherwise(tmp_path) -> None:
     plan = tmp_path / "plan"
     model = model_file(tmp_path)  # a batch of 4

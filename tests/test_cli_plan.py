@@ -52,6 +52,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 # --- what is found, as a file --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_findings_are_read_as_they_were_written(plan: Path) -> None:
     record = read_record(plan)
     assert PlanRecord.from_json(record.to_json()) == record
@@ -95,6 +96,7 @@ def test_what_is_no_estimate_is_refused(plan: Path, tmp_path: Path, capsys) -> N
     assert "autopar plan MODEL" in error(capsys)
 
 
+@pytest.mark.slow
 def test_what_is_decided_is_kept_with_the_plan(tmp_path: Path, capsys) -> None:
     spec, where = model_file(tmp_path), tmp_path / "p"
     asked = ["--devices", "2xCPU", "--mesh", "2", "--precision", "bf16", "--zero", "1"]
@@ -134,6 +136,7 @@ def test_parts_add_up_to_the_step(plan: Path) -> None:
     assert difference(best, best) == ["+0 us other"]
 
 
+@pytest.mark.slow
 def test_explain_tells_seconds_bytes_and_why(plan: Path, capsys) -> None:
     assert main(["explain", str(plan)]) == 0
     text = capsys.readouterr().out
@@ -165,6 +168,7 @@ def test_prices_of_other_devices(plan: Path, capsys) -> None:
 # --- compiling what is planned ----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_proof_compiles_first(plan: Path, capsys) -> None:
     found = read_record(plan)
     assert main(["verify", str(plan), "--json"]) == 0
@@ -176,6 +180,7 @@ def test_a_proof_compiles_first(plan: Path, capsys) -> None:
     assert read_record(plan).best == found.best
 
 
+@pytest.mark.slow
 def test_compiling_by_hand_keeps_batch_and_estimate(plan: Path, capsys) -> None:
     spec, other = read_record(plan).model, plan.with_name("other")
     assert main(["compile", spec, "--plan", str(plan), "-o", str(other)]) == 0
@@ -198,6 +203,7 @@ def test_planning_again_replaces_what_was_compiled(origin: Path, plan: Path) -> 
     assert mesh_of(plan).size == 1 and read_record(plan).samples == 4
 
 
+@pytest.mark.slow
 def test_one_rank_trains_what_is_planned(origin: Path, tmp_path: Path, capsys) -> None:
     spec, where = f"{origin / 'model.py'}:small", str(tmp_path / "p")
     asked = ["--devices", "1xCPU", "--global-batch", "8"]
@@ -241,6 +247,7 @@ class Store:
         self.waited += keys
 
 
+@pytest.mark.slow
 def test_other_ranks_wait_for_the_first(plan: Path) -> None:
     store = Store()
     with pytest.raises(AssertionError, match="autopar/compiled"):
@@ -302,6 +309,7 @@ def test_a_wrong_cluster_file_is_refused(
     assert says in error(capsys)
 
 
+@pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

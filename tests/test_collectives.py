@@ -61,6 +61,7 @@ def per_layer(make: Callable[..., Case], **options: bool) -> dict[tuple[str, str
     return dict(count(many) - count(few))
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("make", [plain_gpt, gpt2])
 def test_a_layer_gathers_twice_and_scatters_twice_each_way(make):
     """Korthikanti 2022, figure 5: g and its conjugate around attention and MLP."""

@@ -49,6 +49,7 @@ def measured(monkeypatch) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_each_pass_is_dumped(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("AUTOPAR_DUMP", str(tmp_path / "dump"))
     compile_small()
@@ -70,6 +71,7 @@ def test_each_pass_is_dumped(tmp_path, monkeypatch) -> None:
         Graph.parse((tmp_path / "dump" / name).read_text())
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once(own_cache, measured) -> None:
     compile_small()
     assert "aten.linear.default" in measured
@@ -93,6 +95,7 @@ def test_where_they_decide_nothing_costs_are_estimated(measured) -> None:
     assert stage.took.total > 0
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_measured_anew(own_cache) -> None:
     compile_small()
     (file,) = own_cache.glob("profile-*.json")
@@ -157,6 +160,7 @@ def test_measuring_refuses_no_op(name: str) -> None:
     assert found(()) or name in ESTIMATED
 
 
+@pytest.mark.slow
 def test_other_devices_are_priced_as_the_planner_does(measured) -> None:
     """A stage takes what it does in the estimate of its plan."""
     cluster = cluster_of("1xA100-80GB")

@@ -27,7 +27,7 @@ def options(method: str) -> dict[str, Any]:
     return {"split": split, "zigzag": ("cp",) if layout else ()}
 
 
-@pytest.mark.matrix(quick=5, daily=30)
+@pytest.mark.matrix(quick=2, daily=18)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mesh, microbatches", MESHES)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
@@ -35,13 +35,14 @@ def test_loss_and_gradients_are_the_model_s(build, mesh, microbatches, method) -
     verify(build().double(), mesh, microbatches, method)
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_with_a_padding_mask_and_stages(build, method) -> None:
     verify(build(padded=True).double(), "pp=2,cp=2,tp=2", 2, method)
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_sequence_that_does_not_divide(method) -> None:
     verify(plain_gpt(seq=17).double(), "cp=4", 1, method)
@@ -55,10 +56,12 @@ def test_rows_of_which_only_a_weight_s_gradient_is_made() -> None:
     case.verify("cp=2", zigzag=("cp",))
 
 
+@pytest.mark.slow
 def test_dropout_masks_do_not_depend_on_the_split() -> None:
     verify(plain_gpt(dropout=0.2).double(), "cp=2,tp=2", 2, "gather")
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_position_table_as_long_as_the_sequence(method) -> None:
     """A parameter along the sequence, which zigzag leaves whole."""
@@ -131,7 +134,7 @@ def test_ulysses_exchanges_queries_keys_values_and_the_result() -> None:
     }
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_of_a_layer_fall_with_the_ranks(method) -> None:
     def layer(ranks: int) -> int:

@@ -134,6 +134,7 @@ def same_by_all(
 
 
 # The last has a layer in each stage, and ZeRO-3.
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("seed", [*range(12), 101])
 def test_all_views_of_a_plan_say_the_same(seed: int) -> None:
     same_by_all(*draw(seed))

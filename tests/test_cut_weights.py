@@ -173,6 +173,7 @@ def trained(case: Case) -> tuple[Mapping[str, Tensor], float, float]:
     return after, loss.item(), norm.item()
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("seed", [100, 114])
 def test_ranks_train_as_one_device_does(seed: int) -> None:
     check(seed)

@@ -89,6 +89,7 @@ def uneven(program: Program) -> float:
     return max(busy(program)) / sum(busy(program))
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("microbatches", [2, 8])
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_with_many_microbatches_ranks_are_balanced(
@@ -114,6 +115,7 @@ def moved(stage: StageSpec) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_gathers_of_parameters_are_priced_when_they_run() -> None:
     """By zero 3: forward once, backward once and scattered once; 2: scattered."""
     model = case().model

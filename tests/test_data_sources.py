@@ -133,6 +133,7 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return datasets
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_from_all_kinds_of_files(
     datasets, tmp_path: Path, tokenizer: Path
 ) -> None:

@@ -54,7 +54,7 @@ def step_on_meta(case: Case, mesh: str, microbatches: int, **options: Any) -> No
     run_virtual(program.mesh, microbatches, body, META)
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("make", "mesh", "options"),
     [
@@ -72,6 +72,7 @@ def test_a_step_stays_on_its_device(
     step_on_meta(make(), mesh, 2, **options)
 
 
+@pytest.mark.slow
 def test_a_mixture_asks_how_many_rows_each_expert_gets() -> None:
     """The one thing that waits, once a layer: such messages are the host's to start."""
     with pytest.raises(RankError, match="Cannot copy out of meta tensor") as error:

@@ -293,7 +293,7 @@ block(
 )
 
 
-@pytest.mark.matrix(quick=8, daily=40)
+@pytest.mark.matrix(quick=1, daily=11)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(
     "mesh", ["dp=2,tp=2", pytest.param("pp=2,tp=4", marks=pytest.mark.slow)]
@@ -306,7 +306,7 @@ def test_a_block_of_any_kind(name, mesh):
     verify(case.compile(mesh, 2), *case, tolerance=tolerance).check()
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=3, daily=17)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_of_any_kind_with_its_backward_in_halves(name):
     model = randomize(Stack(BLOCKS[name], layers=2))
@@ -324,6 +324,7 @@ def test_the_row_of_padding_gets_no_gradient_from_a_lookup():
     assert found.errors["embed.weight"] < 1e-12
 
 
+@pytest.mark.slow
 def test_layers_of_different_width():
     class Bottlenecks(nn.Module):
         def __init__(self) -> None:
@@ -345,6 +346,7 @@ def test_layers_of_different_width():
         case.verify(mesh, 2)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 def test_a_comment_has_a_dim_for_each_of_its_value_s(precision):
     """Gradients have names of their own: d_x_1 is that of x_1, not x's second."""

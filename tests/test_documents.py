@@ -148,6 +148,7 @@ def case(form: str) -> Case:
     return Case(Packed(form).double(), fields)
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(
     ("form", "mesh", "options"),
     [
@@ -179,6 +180,7 @@ def test_it_is_the_models_mask(
     verify(program, *one, drawn=False).check()
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("mesh", "window"), [("dp=2,tp=2", None), ("cp=2", None), ("cp=2", WINDOW)]
 )
@@ -215,6 +217,7 @@ def llama(kind: str = "Llama", **changes: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -246,6 +249,7 @@ TINY = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=64"
 LLAMA = f"hf:llama?{TINY},num_attention_heads=4,num_key_value_heads=2,packed=true"
 
 
+@pytest.mark.slow
 def test_a_run_packs_documents_for_hugging_face(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,6 +290,7 @@ def test_a_large_plan_is_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.proof is not None and compiled.proof.size == "small"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "times"), [("documents", 14), ("padding", 14), ("holes", 48)]
 )

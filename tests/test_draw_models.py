@@ -53,7 +53,7 @@ def meetings(one: Draw) -> set[Any]:
 DAILY = [DRAWS[i] for i in spanning([meetings(draw(seed)) for seed in DRAWS])]
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=1, daily=17)
 @pytest.mark.parametrize("seed", DAILY)
 def test_draw(seed: int) -> None:
     outcome(draw(seed))
@@ -141,6 +141,7 @@ def test_no_weight_is_degenerate(mixer: str) -> None:
 SMALL = DrawnModel(Design(), frozen=0.0)
 
 
+@pytest.mark.slow
 def test_an_outcome_is_right_or_says_why_it_is_refused() -> None:
     assert outcome(Draw(7, SMALL, "tp=2", ())) == "right"
     refused = outcome(Draw(7, SMALL, "dp=3", ()))

@@ -10,6 +10,7 @@ from draw_rows import SHARING, draw
 MORE = 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 9])
 def test_draw(seed: int) -> None:
     assert outcome(draw(seed)) == "right"

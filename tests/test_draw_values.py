@@ -85,6 +85,7 @@ def ranges(model: nn.Module, **batch: Tensor) -> dict[str, InputRange]:
     return find_input_ranges(trace(model, batch).graph)
 
 
+@pytest.mark.slow
 def test_tokens_labels_and_masks_are_told_apart():
     for case in (gpt2(layers=1, padded=True), llama(layers=1, padded=True)):
         found = find_input_ranges(case.trace().graph)

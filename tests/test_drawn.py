@@ -26,6 +26,7 @@ def as_initialised(mesh: str) -> tuple[Program, GPT, dict[str, torch.Tensor]]:
     return case.compile(mesh), model, batch
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
 def test_a_program_that_forgets_its_biases_fails(mesh):
     """Biases begin at 0: with the model's own weights it computes the same."""
@@ -77,6 +78,7 @@ def test_what_the_model_cannot_take_is_taken_as_given():
         )
 
 
+@pytest.mark.slow
 def test_what_a_step_leaves_behind_must_not_show_in_the_next():
     """Here the residuals of the first, which is right as long as it is alone."""
     program, model, batch = as_initialised("tp=2")
@@ -105,6 +107,7 @@ def test_the_norm_that_clips_is_compared():
         verify(replace(program, parameters=parameters), model, batch)
 
 
+@pytest.mark.slow
 def test_a_loss_without_dropout_is_compared():
     case = plain_gpt(layers=1, dropout=0.2).double()
     proof = verify(case.compile("tp=2"), *case).check()

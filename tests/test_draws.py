@@ -46,7 +46,7 @@ COSTS = [8.0 + Mesh.parse(draw(seed).mesh).size for seed in range(len(DRAWS))]
 DAILY = spanning(list(map(pairs, DRAWS)), COSTS)
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=0, daily=12)
 @pytest.mark.parametrize("seed", DAILY)
 def test_draw(seed: int) -> None:
     draw(seed).prove()
@@ -173,6 +173,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.matrix(quick=7)
 @pytest.mark.parametrize(("mesh", "options", "says"), REFUSED)
 def test_what_cannot_be_is_refused_with_a_fix(mesh, options, says) -> None:
     result = outcome(small(mesh, **options))

@@ -84,11 +84,13 @@ def plain() -> tuple[State, State, float]:
     return averaged_plainly()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
 def test_one_rank(tmp_path: Path, half: bool, plain: Any) -> None:
     check(averaged(tmp_path, tiny().proved("tp=1"), half), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -143,6 +145,7 @@ def test_what_no_average_is_for(tmp_path: Path) -> None:
         ema.update()
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_samples_averages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

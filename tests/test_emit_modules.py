@@ -6,6 +6,7 @@ import pytest
 from models import plain_gpt
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     ("mesh", "kinds"), [("dp=3,tp=2", 6), ("tp=2,dp=5", 9), ("cp=2,dp=3,tp=2", 6)]
 )

@@ -43,6 +43,7 @@ def test_an_order_is_computed_where_it_is_asked_for() -> None:
     assert np.array_equal(shuffled(some[5:7], count, 3), found[5:7])
 
 
+@pytest.mark.slow
 def test_an_order_is_as_good_as_chance() -> None:
     """Neighbours do not stay so, and each number goes everywhere alike."""
     count, draws = 101, 2000
@@ -66,6 +67,7 @@ def test_two_epochs_have_each_sample_twice(tmp_path: Path) -> None:
     assert seen[:10] != seen[10:] and seen[:10] != every
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_goes_on_bitwise(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_run_of_epochs_goes_on_bitwise(
     assert "the tokens of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluation_has_data_of_its_own(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("mesh", ["pp=1", "tp=2", "pp=2,tp=2", "dp=2,pp=2"])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2])
 def test_it_is_the_loss_of_eval_mode_and_changes_nothing(build, mesh: str) -> None:
@@ -96,6 +96,7 @@ def trained(kind: str) -> Case:
     return Case(Trained(kind), {"ids": ids, "labels": ids.roll(-1, 1)})
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("kind", ["noise", "second head", "penalty", "dropout"])
 def test_what_training_adds_is_left_out(kind: str) -> None:
     case = trained(kind)
@@ -114,6 +115,7 @@ def test_what_training_adds_is_left_out(kind: str) -> None:
     assert len(step._shapes._executors) == programs
 
 
+@pytest.mark.slow
 def test_what_eval_mode_draws_is_drawn() -> None:
     case = trained("always noise")
     step = case.step()

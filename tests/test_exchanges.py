@@ -155,6 +155,7 @@ def in_process(program: Program) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("schedule", [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
 def test_a_step_in_turn_is_the_same_step(schedule):
     program = small_program("pp=2", 4, *schedule)

@@ -33,13 +33,14 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("mesh", "microbatches", "options"), MESHES)
 def test_loss_and_gradients_are_the_model_s(mesh, microbatches, options, top_k) -> None:
     switch_gpt(top_k=top_k).double().verify(mesh, microbatches, **options)
 
 
+@pytest.mark.slow
 def test_experts_that_do_not_divide() -> None:
     switch_gpt(experts=7).double().verify("ep=2", 2)
 
@@ -121,7 +122,7 @@ def test_without_experts_the_axis_is_one_of_data() -> None:
 NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=2, daily=11)
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2", "ep=2,tp=2", "pp=2,ep=4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_mixtures_as_they_are_shipped(name, mesh) -> None:
@@ -138,6 +139,7 @@ def test_no_rank_holds_a_weight_for_every_token() -> None:
     assert spec.pattern == "experts/ep (2 ffn) embed"
 
 
+@pytest.mark.slow
 def test_weights_that_are_turned_before_their_product_are_split_too() -> None:
     parameters = mixture("gpt_oss").compile("ep=2").parameters
     for name in ("gate_up_proj", "down_proj"):
@@ -154,6 +156,7 @@ def balanced_mixture() -> Case:
     return Case(case.model, batch)
 
 
+@pytest.mark.slow
 def test_a_balance_loss_over_the_whole_batch() -> None:
     balanced_mixture().verify("dp=2")
     balanced_mixture().verify("pp=2,ep=2")
@@ -170,6 +173,7 @@ def test_experts_that_loop_over_tokens_cannot_be_captured() -> None:
         mixture("mixtral", experts_implementation="eager").compile("ep=2")
 
 
+@pytest.mark.slow
 def test_experts_that_sort_all_tokens_are_split() -> None:
     case = mixture("mixtral", experts_implementation="grouped_mm")
     parameters = case.compile("ep=2,tp=2").parameters

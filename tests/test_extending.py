@@ -148,6 +148,7 @@ def elementwise(_: Nodes, forward: Nodes, __: Mapping[str, Dims]) -> set[str]:
     return {v.name for n in forward if is_pointwise(n) for v in n.results}
 
 
+@pytest.mark.slow
 def test_a_recomputation_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "elementwise", elementwise)
 

@@ -75,6 +75,7 @@ def dropping(layers: int) -> Case:
     return gpt2(layers, dropout=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "mesh", "options"),
     [
@@ -93,11 +94,13 @@ def test_layers_are_lowered_once(build, mesh, options) -> None:
     check(build(layers=8), mesh, **options)
 
 
+@pytest.mark.slow
 def test_what_a_plan_says_of_all_layers() -> None:
     hints = {"*.mlp.c_proj.weight": "embed/tp"}
     check(gpt2(layers=8), "tp=2", hints=hints)
 
 
+@pytest.mark.slow
 def test_a_plan_that_names_a_layer_is_for_all_of_them() -> None:
     plan = make_plan("tp=2", hints={"transformer.h.3.mlp.c_proj.weight": "embed/tp"})
     traced = gpt2(layers=8).trace()
@@ -111,6 +114,7 @@ def test_a_plan_that_names_a_layer_is_for_all_of_them() -> None:
     assert split == ["transformer.h.3.mlp.c_proj.weight"]
 
 
+@pytest.mark.slow
 def test_layers_between_frozen_ones() -> None:
     case = plain_gpt(layers=12)
     for block in [*case.model.blocks][:2]:
@@ -118,6 +122,7 @@ def test_layers_between_frozen_ones() -> None:
     check(case, "dp=2,tp=2", zero=3)
 
 
+@pytest.mark.slow
 def test_what_reads_all_layers_is_lowered_as_it_is() -> None:
     case = gpt2(layers=8)
     case.model.config.output_hidden_states = True
@@ -140,6 +145,7 @@ def mix_in_the_last(i: int, x: Tensor) -> Tensor:
     return x - x.softmax(0) if i == 8 else x
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_model_does() -> None:
     experts(layers=7).double().verify("pp=2,ep=2", 2, zero=1)
 
@@ -161,6 +167,7 @@ def check_drawn(seed: int) -> None:
         assert few[1] == remarks
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_drawn_layers(seed) -> None:
     check_drawn(seed)

@@ -84,6 +84,7 @@ def case(kind: Kind) -> Case:
     return Case(randomize(Flexible(kind)), batch)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("kind", [plain, sliding, packed])
 def test_masks_are_told_as_those_of_any_attention(kind: Kind) -> None:
     one = case(kind)
@@ -103,6 +104,7 @@ def test_a_model_with_it_is_split_and_compared_with_itself(kind: Kind) -> None:
     one.verify("dp=2,tp=2", 2)
 
 
+@pytest.mark.slow
 def test_scores_masks_and_sums_are_torchs() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, SEQ, 8) for heads in (HEADS, 2, 2))

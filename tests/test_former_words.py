@@ -20,6 +20,7 @@ def with_former_words(data: Any) -> Any:
     return [with_former_words(x) for x in data] if isinstance(data, list) else data
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2,tp=2"])
 def test_a_program_of_former_words_is_read(mesh: str) -> None:
     program = small_program(mesh)

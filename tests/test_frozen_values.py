@@ -182,6 +182,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "UNREAD", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", CHANGES)
 def test_a_number_that_changes_is_refused(where):
     run = Run()
@@ -212,6 +213,7 @@ def test_what_nobody_reads_may_change():
     assert torch.equal(run.step(**run.batch), first)
 
 
+@pytest.mark.slow
 def test_a_model_is_not_kept_alive():
     model = Annealed()
     read, alive = FrozenValues(model), weakref.ref(model.embed)
@@ -248,6 +250,7 @@ def test_the_numbers_of_a_loss_module_are_read():
         step(**batch)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_compiled_in_eval_is_not_trained_without_a_word():
     torch.manual_seed(0)
     model = randomize(Annealed()).double().eval()

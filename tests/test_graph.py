@@ -65,7 +65,7 @@ def read_again(name: str, made: object) -> None:
             assert len(notes) >= len(graph.nodes)
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=0, daily=5)
 @pytest.mark.parametrize("model", MODELS)
 def test_what_passes_make_is_read_as_it_prints(model) -> None:
     names = []

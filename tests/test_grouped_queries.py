@@ -130,7 +130,7 @@ def logged(method: str, layers: int, kv_heads: int) -> Counter[str]:
 HEAD = 8 * 8 * 8 * 4
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize("kv_heads", [2, 4, 1])
 def test_a_layer_moves_a_head_of_keys_once(kv_heads) -> None:
     """Of 4 heads of queries; keys and values, there and back."""
@@ -168,7 +168,7 @@ def test_what_copies_are_made_of_is_moved(padded) -> None:
 # --- more ranks than heads of keys ---------------------------------------------------
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=0, daily=5)
 @pytest.mark.parametrize(
     ("mesh", "seen", "options"),
     [
@@ -205,6 +205,7 @@ def local(spec: ParameterSpec, mesh: Mesh) -> int:
     return rows
 
 
+@pytest.mark.slow
 def test_both_axes_are_gathered_and_scattered_as_one() -> None:
     """As often as if tp were one axis; and keys and values, over qp alone."""
 
@@ -225,6 +226,7 @@ def test_both_axes_are_gathered_and_scattered_as_one() -> None:
     }
 
 
+@pytest.mark.slow
 def test_without_groups_both_axes_split_heads() -> None:
     case = llama(layers=1, kv_heads=4).double()
     slots = case.compile("tp=2,qp=2").parameters[WEIGHT.format("k")].slots
@@ -238,6 +240,7 @@ def test_a_note_says_how_an_axis_is_seen() -> None:
     assert llama(layers=1).compile("tp=2").remarks == ()
 
 
+@pytest.mark.slow
 def test_a_note_says_what_would_be_split() -> None:
     """Five ranks, of 2 heads of keys for 3 of queries each."""
     (note,) = llama(layers=1, heads=6).compile("tp=5").remarks
@@ -260,6 +263,7 @@ def grouped() -> ShortModel:
 CLUSTER = cluster_of("4xA100-80GB")
 
 
+@pytest.mark.slow
 def test_the_planner_has_sizes_of_tp_that_groups_divide() -> None:
     space = make_space(grouped(), CLUSTER, 8)
     assert space.tp == (1, 2, 4)

@@ -76,6 +76,7 @@ def test_a_loop_of_ones_own_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").glob("step-*"))) == 2
 
 
+@pytest.mark.slow
 def test_docstrings_make_pages_of_the_api(tmp_path: Path) -> None:
     """As the guide's command does."""
     pdoc = pytest.importorskip("pdoc", reason="needs autopar[docs]")

@@ -20,7 +20,7 @@ def test_a_hint_splits_a_parameter_and_the_result_stays():
     case.verify("pp=2,tp=2", 2, hints=hints)
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("make", "hints"),
     [

@@ -129,6 +129,7 @@ def parse(path: Path) -> ast.Module:
     return tree
 
 
+@pytest.mark.slow
 def test_the_compiler_stands_without_the_rest() -> None:
     """It names its own files from where they are, and imports nothing of autopar."""
     for path in sources("passes"):
@@ -182,6 +183,7 @@ def room_of(module: str) -> str:
     return ".".join(parts[:2] if parts[0] == "runtime" else parts[:1])
 
 
+@pytest.mark.slow
 def test_a_room_imports_those_before_it() -> None:
     places = {room_of(module_of(path)) for path in sources("autopar")} - {"runtime"}
     assert places == set(ROOMS)
@@ -195,6 +197,7 @@ def test_a_room_imports_those_before_it() -> None:
             assert used_rooms <= before, (path, used_rooms - before)
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = networkx.DiGraph()
     for path in OURS:
@@ -221,6 +224,7 @@ def names_of_ops(tree: ast.AST) -> int:
     return max([own, *map(names_of_ops, ast.iter_child_nodes(tree))])
 
 
+@pytest.mark.slow
 def test_tables_of_ops_are_declarations() -> None:
     found = {
         path.relative_to(ROOT / "passes").as_posix()
@@ -231,6 +235,7 @@ def test_tables_of_ops_are_declarations() -> None:
     assert [p for p in sources("autopar") if names_of_ops(parse(p)) > 2] == []
 
 
+@pytest.mark.slow
 def test_names_say_what_they_are_of() -> None:
     """`found`, `given`, `said` and `what` are no names: what was found has one."""
     vague = {"found", "given", "said", "things", "stuff", "what"}
@@ -248,6 +253,7 @@ def test_names_say_what_they_are_of() -> None:
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@pytest.mark.slow
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     """ "Of a rank, exactly." is a riddle."""
     without = {

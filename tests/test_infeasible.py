@@ -68,6 +68,7 @@ def test_by_how_much_it_does_not_fit() -> None:
     assert f"the {gigabytes(limit)} of a device" in said
 
 
+@pytest.mark.slow
 def test_so_much_memory_is_enough() -> None:
     said = refusal(small(0.8 * frugal()))
     enough = re.search(r"devices of (\S+) GB", said)
@@ -93,6 +94,7 @@ def test_no_other_schedule_needs_less() -> None:
     assert frugal(*searched()) >= 0.99 * frugal()
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("name", "option", "decided"),
     [

@@ -73,6 +73,7 @@ def test_long_names_take_two_lines() -> None:
     assert row[0] == "model.layers.0.self_attention_block.\n  query_projection.weight"
 
 
+@pytest.mark.slow
 def test_tied_weights_and_pending_gradients_are_shown() -> None:
     table = parameter_table(small_program("pp=2,dp=2,tp=2"))
     rows = {row[0]: row for row in table.rows}
@@ -81,6 +82,7 @@ def test_tied_weights_and_pending_gradients_are_shown() -> None:
     assert "tied: head.weight is tokens.weight" in table.notes
 
 
+@pytest.mark.slow
 def test_it_is_shown_where_parameters_rest_and_when_they_are_gathered() -> None:
     program = small_program("pp=2,dp=2,tp=2", zero=3)
     table = parameter_table(program)
@@ -95,6 +97,7 @@ def test_it_is_shown_where_parameters_rest_and_when_they_are_gathered() -> None:
     assert {tuple(p["gathered"]) for p in data["parameters"]} == {("dp",)}
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("mesh", "ranks"), [("dp=2,tp=2", 2), ("dp=2,fsdp=2", 2), ("pp=2,dp=2,cp=2", 4)]
 )
@@ -113,6 +116,7 @@ def test_bytes_at_rest_are_those_of_the_formula(mesh: str, ranks: int) -> None:
     assert "one block ahead" not in report(small_program())
 
 
+@pytest.mark.slow
 def test_an_optimizer_on_the_cpu_is_shown() -> None:
     text = report(small_program("dp=2", zero=1, offload=True))
     assert "optimizer on the CPU" in text and "moments are on the CPU" in text
@@ -130,6 +134,7 @@ def test_each_stage_has_its_layers() -> None:
     assert layers == ["tokens, positions, blocks.0", "blocks.1, norm, head"]
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("mesh", ["", "pp=2", "dp=2,tp=2", "pp=2,tp=2"])
 def test_parameters_per_rank_add_up(mesh: str) -> None:
     program = small_program(mesh)
@@ -149,6 +154,7 @@ def test_what_is_sent_is_read_without_running() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_activations_grow_with_what_is_in_flight() -> None:
     stages = report_data(small_program(microbatches=4))["stages"]
     made = [stage.footprint for stage in small_program(microbatches=4).stages]
@@ -178,6 +184,7 @@ def test_a_single_rank_communicates_nothing() -> None:
     assert table.rows == () and table.notes == ("none",)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_communication_is_what_ranks_do(zero: int) -> None:
     """The table is the log of a real step, but for what finds the loss."""
@@ -212,6 +219,7 @@ def test_the_schedule_is_drawn_with_its_bubble() -> None:
     assert f"bubble {timeline(small_program(microbatches=4)).bubble:.1%}" in text
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
 def test_every_schedule_is_drawn_with_its_stages(schedule: str, stages: int) -> None:
     program = small_program("pp=2", 4, schedule, stages)

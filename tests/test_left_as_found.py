@@ -200,7 +200,7 @@ def nothing_kept() -> Iterator[None]:
     yield
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=1, daily=9)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_forward_keeps_is_put_back(way):
     """Or refused by name, where it is out of reach."""
@@ -225,6 +225,7 @@ def test_what_forward_keeps_is_put_back(way):
         verify(program, *keeping(way)).check()
 
 
+@pytest.mark.slow
 def test_what_was_kept_before_stays():
     case = keeping("in_dict")
     case.model.kept[3] = three = make(3)
@@ -245,6 +246,7 @@ def test_a_model_that_cannot_be_captured_is_left_as_it_was():
     assert not case.model.kept
 
 
+@pytest.mark.slow
 def test_what_forward_keeps_out_of_reach_is_refused_by_name():
     class Recording(Keeping):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

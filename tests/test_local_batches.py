@@ -94,7 +94,7 @@ def train_plainly(model: str, batches: list[Batch]) -> tuple[Any, ...]:
     return losses, case.model.state_dict()
 
 
-@pytest.mark.matrix(quick=1, daily=3)
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.parametrize(
     ("model", "mesh", "options"),
     [
@@ -185,6 +185,7 @@ def test_batches_of_other_shapes_train_the_same_weights():
     assert run_ranks(shapes_of_one_step, 2) == [3, 3]
 
 
+@pytest.mark.slow
 def test_gradients_of_several_shapes_add_up() -> None:
     case = plain_gpt(layers=1).double()
     step = case.step(microbatches=2)

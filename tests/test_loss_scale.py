@@ -74,11 +74,13 @@ def test_an_overflow_on_one_stage_is_one_on_all():
     assert first[-1][:2] == (2.0 ** (16 - skipped), skipped)
 
 
+@pytest.mark.slow
 def test_verify_looks_for_a_scale_that_does_not_overflow():
     found = steep(2.0**6).verify("pp=2,dp=2", 2, precision="fp16")
     assert found.tolerance < 0.005
 
 
+@pytest.mark.slow
 def test_a_loss_scale_saves_small_gradients_from_becoming_zero():
     case = steep(2.0**-14)
     case.verify("tp=2", precision="fp16")
@@ -96,6 +98,7 @@ def test_a_loss_scale_saves_small_gradients_from_becoming_zero():
     assert (ours[lost] - want[lost]).norm() > 0.05 * want[lost].norm()
 
 
+@pytest.mark.slow
 def test_an_optimizer_on_the_cpu_sees_no_gradients_of_an_overflow():
     case = steep(2.0**6)
     step = autopar.compile(

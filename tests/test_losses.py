@@ -267,6 +267,7 @@ class Distilled(nn.Module):
         return loss + 2.0 * apart.sum(-1).mean()
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("dp=2,tp=2", {"zero": 3}), ("pp=2,tp=2", {}), ("dp=2", {"recompute": "full"})],

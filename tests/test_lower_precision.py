@@ -158,6 +158,7 @@ class Cells(nn.Module):
         return F.cross_entropy(y @ self.table.weight.mT, ids.flatten())
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-stream"])
 def test_cells_are_of_the_low_precision(precision):
     case = Case(Cells(), {"ids": torch.arange(12).view(4, 3)})
@@ -193,6 +194,7 @@ def test_float64_stays_as_it_is():
     verify(program, *case).check()
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_works_and_is_told_of():
     case = plain_gpt(layers=2)
     case.model.bfloat16()

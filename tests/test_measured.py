@@ -153,6 +153,7 @@ def test_ranks_wait_for_the_last_by_the_root_of_what_they_compute() -> None:
     assert took.send == 0.1
 
 
+@pytest.mark.slow
 def test_gradients_leave_when_the_last_rank_is_there() -> None:
     ids = torch.zeros(8, 16, dtype=torch.int64)
     batch = {"ids": ids, "labels": ids.clone()}
@@ -194,6 +195,7 @@ def test_an_estimate_tells_what_it_is_made_of() -> None:
     assert how_priced(found, CPU) == "priced by the table of hardware, for CPU"
 
 
+@pytest.mark.slow
 def test_measured_ops_are_priced_at_the_size_of_the_microbatch() -> None:
     """Not on a line through one sample and two: four of them take their own time."""
     ids = torch.zeros(16, 16, dtype=torch.int64)

@@ -50,6 +50,7 @@ def bytes_of_a_layer(policy: str, mesh: str, **options: Any) -> float:
     return (found[1] - found[0]) / (SEQ * BATCH * WIDTH)
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("mesh", "sequence_parallel"), [("", True), ("tp=2", True), ("tp=2", False)]
@@ -76,6 +77,7 @@ def test_a_layer_saves_what_the_published_formulas_say(policy, mesh, sequence_pa
     assert found == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["model", "bf16-stream"])
 def test_a_layer_saves_what_autograd_saves(precision):
     """Of a square the backward needs x, not 2 x beside it; norms are of float32."""

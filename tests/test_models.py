@@ -201,6 +201,7 @@ def test_big_tensors_never_exist() -> None:
     assert all(p.is_meta for p in model.parameters())  # 256 GiB
 
 
+@pytest.mark.slow
 def test_a_model_of_175_billion_parameters_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     loaded = load_model("hf:gpt3-175b-like")

@@ -61,6 +61,7 @@ def test_a_plain_gpt() -> None:
     assert attention(found) == f"{one}, {one}, {one} -> {one}"
 
 
+@pytest.mark.slow
 def test_gpt2_has_one_fused_weight() -> None:
     found = named(tiny("gpt2"), padded_batch())
     assert found.pattern("transformer.wte.weight") == "vocab embed"
@@ -82,6 +83,7 @@ def test_gpt2_has_one_fused_weight() -> None:
     assert not found.unruled
 
 
+@pytest.mark.slow
 def test_llama_has_grouped_queries() -> None:
     found = named(tiny("llama"), padded_batch())
     assert found.pattern("model.embed_tokens.weight") == "vocab embed"

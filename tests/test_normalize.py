@@ -285,6 +285,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("body", LOSSES.values(), ids=LOSSES.keys())
 def test_the_loss_in_pieces_has_its_value(body: Callable[..., Tensor]) -> None:
     labels = torch.randint(8, (4, 6))
@@ -305,7 +306,7 @@ def test_a_loss_of_ignored_tokens_alone_is_not_a_number() -> None:
 QUICK = {"gpt2", "llama"}
 
 
-@pytest.mark.matrix(quick=6, daily=14)
+@pytest.mark.matrix(quick=0, daily=5)
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS],

@@ -79,6 +79,7 @@ def written(path: Path, text: str) -> Iterator[None]:
             file.write_text(old)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("file", "command"),

@@ -174,6 +174,7 @@ def fault(command: str, action: argparse.Action, value: str) -> str:
     return "" if named else f"{case}not named: {said[:200]!r}"
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("command", LINES)
 def test_an_odd_value_is_refused_by_name(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_takes_the_same_steps(name):
     steps = [compiled(offload) for offload in (False, True)]
@@ -72,6 +72,7 @@ def test_the_optimizer_has_tensors_of_the_host_alone():
         assert not torch.equal(p, held[name])  # updated here, not there yet
 
 
+@pytest.mark.slow
 def test_a_state_that_is_loaded_is_computed_with():
     case, step = build("plain"), compiled(True)
     before = step.evaluate(**case.batch)

@@ -66,7 +66,7 @@ def drawn(costs: OpShardingCosts, seed: int) -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.matrix(quick=2, daily=14)
+@pytest.mark.matrix(quick=1, daily=6)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("mesh", "axis"), [("tp=2", "tp"), ("cp=3", "cp"), ("dp=2,tp=2", "tp")]
@@ -133,6 +133,7 @@ def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
 # --- What comes out ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_megatron_comes_out_where_parameters_must_be_split() -> None:
     """Tensor (Shoeybi 2019) and sequence parallelism (Korthikanti 2022)."""
     of, plan = large(), tp(8)
@@ -158,6 +159,7 @@ def test_megatron_comes_out_where_parameters_must_be_split() -> None:
         assert calls == {"all_gather": 2, "reduce_scatter": 2}, part
 
 
+@pytest.mark.slow
 def test_what_fits_is_data_parallel() -> None:
     of = large(samples=64)
     found = shard_ops(of, tp(8, microbatches=4), CLUSTER).plan.op_shardings["tp"]
@@ -165,6 +167,7 @@ def test_what_fits_is_data_parallel() -> None:
     assert layer == {"batch"}
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("limit", [80e9, 9e9, 7e9])
 def test_the_price_is_that_of_the_program(limit: float) -> None:
     of, plan = large(), tp(8)
@@ -212,7 +215,7 @@ def frugal(case, mesh: str, **options) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=3, daily=6)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2,tp=2", "cp=2,tp=2"])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 def test_plans_with_labels_are_right(build, mesh) -> None:

@@ -130,6 +130,7 @@ def test_what_compile_does_not_take(given, says):
     assert error.value.fix
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("norm", [NAN, -1.0, "1", None])
 def test_gradients_are_clipped_to_a_norm(norm):
     case = plain_gpt(layers=1)

@@ -31,7 +31,7 @@ PLANS = {
 }
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
     mesh, options = PLANS[plan]
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], Case], str, dict[str, object]]] = {
 }
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("name", CASES)
 def test_it_computes_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, mesh, options = CASES[name]
@@ -191,6 +191,7 @@ def alternating(count: int) -> Case:
     return Case(Layers(layers), {"ids": torch.randint(12, (4, 6))})
 
 
+@pytest.mark.slow
 def test_layers_that_differ_in_a_number_are_one_function() -> None:
     layers = [Layer(0.1 * (i + 1), wide=True) for i in range(8)]
     case = Case(Layers(layers), {"ids": torch.randint(12, (4, 6))})
@@ -222,6 +223,7 @@ class ReadByAll(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_cotangents_of_what_all_layers_read_are_added_as_they_come() -> None:
     few, many = (Case(ReadByAll(n), {"ids": torch.randint(12, (4, 6))}) for n in (5, 9))
     assert lines(few.compile("tp=2")) >= lines(many.compile("tp=2"))

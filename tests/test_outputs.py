@@ -90,6 +90,7 @@ def run(of: Case, program: Program, *wanted: str) -> list[Mapping[str, Tensor]]:
     return run_virtual(program.mesh, program.plan.microbatches, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "options"),
     [
@@ -126,6 +127,7 @@ def test_what_is_cut_off_comes_back(mesh: str, microbatches: int) -> None:
         assert {k: x.item() for k, x in found.items()} == pytest.approx(want)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_dict_is_the_one_that_is_called_so() -> None:
     of = case(Named)
     step = of.step()
@@ -177,6 +179,7 @@ def test_ranks_evaluate_between_steps(mesh: str) -> None:
         torch.testing.assert_close(found["hidden.1"], want["hidden"][1])
 
 
+@pytest.mark.slow
 def test_a_wrong_output_is_not_proved() -> None:
     single = Case(randomize(Returns(2)), token_batch())  # rounds, but in the proof
     single.proved("dp=2,tp=2")
@@ -188,6 +191,7 @@ def test_a_wrong_output_is_not_proved() -> None:
         prove_program(wrong, of.model, of.batch, of.trace())
 
 
+@pytest.mark.slow
 def test_of_what_a_loss_function_returns_too() -> None:
     of = case()
 

@@ -46,6 +46,7 @@ class Teacher:
         return self.weight * F.mse_loss(out, wanted)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "options"),
     [
@@ -72,6 +73,7 @@ CHANGES: dict[str, tuple[Callable[[Teacher], Any], str]] = {
 }
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("how", CHANGES)
 def test_what_changes_after_it_was_compiled_is_refused(how):
     teacher = Teacher()

@@ -306,7 +306,7 @@ def test_checkpointed_blocks_compile() -> None:
     one.verify("pp=2,tp=2", 2)
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("first", (False, True))
 @pytest.mark.parametrize("shape", ((SEQ,), (1, SEQ), (SAMPLES, SEQ)))

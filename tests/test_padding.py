@@ -99,6 +99,7 @@ PADDED: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "dim", "wanted"), PADDED)
 def test_padding_changes_neither_loss_nor_gradients(
     make: Callable[[], Case], dim: int, wanted: Fills
@@ -119,6 +120,7 @@ REFUSED: list[Any] = [
 ]
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(("make", "dim", "says"), REFUSED)
 def test_a_loss_that_counts_what_is_padded_is_refused(
     make: Callable[[], Case], dim: int, says: str
@@ -127,11 +129,13 @@ def test_a_loss_that_counts_what_is_padded_is_refused(
         fills_of(make().double(), dim)
 
 
+@pytest.mark.slow
 def test_a_large_model_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padding, "LITTLE", 0)
     assert fills_of(plain_gpt(layers=6), 1) == {"labels": -100}
 
 
+@pytest.mark.slow
 def test_after_the_last_program_batches_are_padded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

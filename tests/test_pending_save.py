@@ -151,6 +151,7 @@ def save_on_ranks(folder: Path, program: Program, fails: str) -> str:
     raise AssertionError("nobody was told")
 
 
+@pytest.mark.slow
 def test_ranks_write_together(tmp_path: Path) -> None:
     program = tiny().proved("dp=2", zero=1)
     found = run_ranks(save_on_ranks, 2, tmp_path, program, "")

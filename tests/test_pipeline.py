@@ -123,14 +123,14 @@ LOSSES = [
 ]
 
 
-@pytest.mark.matrix(quick=4, daily=14)
+@pytest.mark.matrix(quick=4, daily=10)
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_a_loss_that_is_a_sum_over_samples(loss_fn, mesh):
     stack(loss_fn).double().verify(mesh, 2)
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize("microbatches", [4, 2, 1])
 def test_a_penalty_on_weights_counts_once(microbatches):
     case = stack(cross_entropy)
@@ -144,6 +144,7 @@ def test_a_penalty_on_weights_counts_once(microbatches):
     case._replace(loss_fn=penalized).double().verify("pp=2,tp=2", microbatches)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("form", ["pair", "dict", "auxiliary"])
 def test_a_model_that_returns_its_own_loss(form):
     class WithLoss(Stack):
@@ -175,7 +176,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("what", FROZEN)
 @pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_frozen_parameters_get_no_gradient(what, mesh):

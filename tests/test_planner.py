@@ -66,6 +66,7 @@ def test_a_pattern_of_layers_is_found() -> None:
     assert found is not None and (found.period, found.kept) == (2, 6)
 
 
+@pytest.mark.slow
 def test_part_of_a_pattern_after_its_repeats_is_the_model_s_end() -> None:
     """As Gemma 3 has 62 layers of a pattern of 6."""
     case = plain_gpt(layers=9)
@@ -226,6 +227,7 @@ def large() -> ShortModel:
     return capture_short(model, {"ids": ids, "labels": ids.clone()})
 
 
+@pytest.mark.slow
 def test_what_fits_is_only_data_parallel() -> None:
     best = find_plans(large(), small(), 32).best[0].candidate
     assert str(best.mesh) == "dp=4" and best.recompute == "none" and best.zero == 0
@@ -251,6 +253,7 @@ def test_when_nothing_fits_it_is_said_by_how_much() -> None:
     assert "most are" in str(caught.value) and "fix" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_batch_that_no_mesh_divides() -> None:
     case = plain_gpt()
     of = capture_short(case.model, case.batch)
@@ -260,6 +263,7 @@ def test_a_batch_that_no_mesh_divides() -> None:
         find_plans(of, small(), 0)
 
 
+@pytest.mark.slow
 def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
     case = switch_gpt(batch=16)
     of = capture_short(case.model, case.batch)
@@ -267,6 +271,7 @@ def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
     assert str(found.best[0].candidate.mesh) == "ep=8"
 
 
+@pytest.mark.slow
 def test_sequences_and_products_are_split_over_nodes_where_that_may_pay() -> None:
     def space(seq: int, devices: str) -> Space:
         case = plain_gpt(layers=1, heads=8, seq=seq, batch=2)

@@ -21,6 +21,7 @@ from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.planner import capture_short, find_plans, make_prices
 
 
+@pytest.mark.slow
 def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> None:
     case = plain_gpt(layers=4)
     cluster = cluster_of("8xA100-80GB")
@@ -39,6 +40,7 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
     assert sum(least[c] > 0.5 * peak for c, peak in peaks.items()) > len(peaks) / 4
 
 
+@pytest.mark.slow
 def test_memory_by_formula_is_that_of_a_schedule() -> None:
     """Also of what several stages of a rank make for a whole step."""
     case = plain_gpt(layers=8, heads=32, seq=8)
@@ -56,6 +58,7 @@ def test_memory_by_formula_is_that_of_a_schedule() -> None:
     assert several > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["1MB", "0.5MB"])
 def test_what_is_not_priced_would_not_be_picked(memory, monkeypatch) -> None:
     """Also where only what is computed again fits."""
@@ -86,6 +89,7 @@ def joined(monkeypatch) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
     found = []
     for layers, devices in ((4, 4), (16, 32)):
@@ -99,6 +103,7 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
     assert found == [5 * 2 * 2 * 2] * 2
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("halves", [False, True])
 def test_one_joint_serves_one_policy_after_another(halves) -> None:
     case = plain_gpt(layers=3)

@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=1, daily=7)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "precision", "more"), CASES)
 def test_it_computes_what_the_model_computes_under_autocast(
     model, mesh, microbatches, precision, more
@@ -122,6 +122,7 @@ def test_with_padding_and_dropout(make, precision, dropout):
     case.verify("pp=2,dp=2,tp=2", 2, precision=precision, zero=3)
 
 
+@pytest.mark.slow
 def test_a_ring_sums_in_float32_what_it_passes_round_in_bfloat16():
     case = llama(layers=2)
     split = {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}
@@ -276,6 +277,7 @@ def test_four_processes_train_in_mixed_precision():
     assert (half["scale"], half["loaded"]) == ((2.0**16, 0), (4.0, 2))
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     where, spec = str(tmp_path / "plan"), model_file(tmp_path)
     options = ["--mesh", "dp=2,tp=2", "--zero", "3", "--precision", "bf16", "-o", where]

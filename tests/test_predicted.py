@@ -55,6 +55,7 @@ def test_predicted_bytes_are_those_of_a_run() -> None:
             assert predicted == pytest.approx(peak, rel=0.05), (plan.name, rank)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_core_are_predicted_to_take_longer() -> None:
     """With as much work on half the cores a step without a pipeline takes twice as
     long; where ranks wait for each other in a pipeline, less than that."""

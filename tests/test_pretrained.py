@@ -85,7 +85,7 @@ def train(kind: str, mesh: str, folder: str, out: str, options: Any) -> list[flo
     return losses
 
 
-@pytest.mark.matrix(quick=1, daily=2)
+@pytest.mark.matrix(quick=0, daily=2)
 @pytest.mark.parametrize(
     ("kind", "mesh", "options"),
     [
@@ -120,6 +120,7 @@ def one_rank(kind: str = "gpt2") -> autopar.Step:
     return autopar.compile(make(kind), "tp=1", example_inputs=batch())
 
 
+@pytest.mark.slow
 def test_a_base_model_s_weights_have_a_prefix_less(tmp_path: Path) -> None:
     base = other("gpt2", tmp_path, base=True)  # without its prefix, head and ties
     step = one_rank()
@@ -130,6 +131,7 @@ def test_a_base_model_s_weights_have_a_prefix_less(tmp_path: Path) -> None:
     assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
 
 
+@pytest.mark.slow
 def test_values_are_converted_to_the_model_s_dtype(tmp_path: Path) -> None:
     other("llama", tmp_path).bfloat16().save_pretrained(tmp_path)
     step = one_rank("llama")
@@ -141,6 +143,7 @@ def test_values_are_converted_to_the_model_s_dtype(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_a_folder_lacks_stays_if_asked(tmp_path: Path, caplog: Any) -> None:
     base = other("llama", tmp_path, base=True)  # no head, which is not tied
     step = one_rank("llama")
@@ -182,6 +185,7 @@ def empty(folder: Path) -> None:
         file.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -209,6 +213,7 @@ def test_a_damaged_folder_changes_nothing(
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.slow
 def test_a_model_of_other_sizes_is_named(tmp_path: Path) -> None:
     other("gpt2", tmp_path)
     config = transformers.AutoConfig.for_model(
@@ -222,6 +227,7 @@ def test_a_model_of_other_sizes_is_named(tmp_path: Path) -> None:
         step.load_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     step = one_rank()
     step.save_pretrained(tmp_path / "new")

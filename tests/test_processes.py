@@ -24,6 +24,7 @@ def die() -> None:
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 0 raised.*ValueError: rank 0 has"):
         run_ranks(fail, 4, raise_error)

@@ -78,6 +78,7 @@ def run(case: Case, local: LocalStage, mesh: str) -> JobTimes:
     return run_job(job, CPU, repeats=1)
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize(
     ("build", "mesh", "halves", "options"),
     [
@@ -123,6 +124,7 @@ def measure_two() -> Messages:
     return measure_messages(2, CPU, 0.0, (256, 4096))
 
 
+@pytest.mark.slow
 def test_messages_between_two_ranks_are_measured() -> None:
     first, second = run_ranks(measure_two, 2)
     assert first == second
@@ -275,6 +277,7 @@ def test_ops_are_measured_for_each_number_that_computes_at_once(monkeypatch) -> 
     assert launches(asked) == [(1, "m.py:f"), (2, ""), (4, "m.py:f")]
 
 
+@pytest.mark.slow
 def test_profile_then_plan_then_explain(tmp_path, capsys, monkeypatch) -> None:
     """The whole way, on one rank: all that it computes was measured."""
     model, plan = model_file(tmp_path), str(tmp_path / "plan")
@@ -338,6 +341,7 @@ def test_auto_is_the_backend_that_was_measured_to_be_faster(monkeypatch, capsys)
     assert "cpu" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_backends_are_measured_by_turns_if_compiling_is_not_too_long(
     tmp_path, monkeypatch
 ):
@@ -350,6 +354,7 @@ def test_backends_are_measured_by_turns_if_compiling_is_not_too_long(
     assert 0.2 < eager / inductor < 5
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("autopar.planner.profile.SHARE", 1e-9)
     asked = Workload(model_file(tmp_path), samples=1)

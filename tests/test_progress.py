@@ -103,6 +103,7 @@ def test_a_command_says_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None
     assert told == ["inspect: importing torch  0 s"] and Progress.shown is None
 
 
+@pytest.mark.slow
 def test_passes_and_phases_are_told(
     made: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return names
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("command", LINES)
 def test_with_json_stdout_is_one_document(
     command: str, made: dict[str, str], capsys: pytest.CaptureFixture[str]

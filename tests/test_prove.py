@@ -45,7 +45,7 @@ def only_small(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the whole way -------------------------------------------------------------------
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.usefixtures("only_small")
 @pytest.mark.parametrize(
     ("mesh", "options"),
@@ -74,6 +74,7 @@ def test_a_plan_is_proved_small(mesh: str, options: dict) -> None:
     assert proof.ranks <= Mesh.parse(mesh).size
 
 
+@pytest.mark.slow
 def test_what_is_little_is_run_as_it_is() -> None:
     model, batch = build(Config(2, 16, 2, 8, 19), batch=4)
     plan = Plan(Mesh.parse("tp=2"), 2)
@@ -171,6 +172,7 @@ def test_an_extent_may_be_larger_in_the_small_program() -> None:
     assert prove(model, batch, program).size == SMALL
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_small")
 def test_what_cannot_be_proved_says_so() -> None:
     model, batch, program = compiled("tp=2")
@@ -180,6 +182,7 @@ def test_what_cannot_be_proved_says_so() -> None:
         prove(model, batch, wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_small")
 def test_a_dim_found_by_its_extent_is_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 positions a rank has 32, as many as a head is wide: at full size alone
@@ -219,6 +222,7 @@ def test_ranks_that_do_not_meet_are_noticed() -> None:
         check_full_size(replace(program, modules=wrong))
 
 
+@pytest.mark.slow
 def test_masks_and_declarations_that_fit_no_model_are_noticed() -> None:
     config = Config(3, 16, 2, 8, 19, 0.2)
     *_, program = compiled("", 1, config, recompute="full")
@@ -251,6 +255,7 @@ def test_a_rank_that_runs_the_module_of_another_is_noticed() -> None:
 # --- where users meet it -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiling_proves_and_running_wants_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +273,7 @@ def test_compiling_proves_and_running_wants_it(
     assert main(["run", alone, "--steps", "1", "--unproved"]) == 0
 
 
+@pytest.mark.slow
 def test_a_step_proves_its_plan(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = build(Config(1, 16, 2, 8, 19), batch=4)
     with caplog.at_level(logging.WARNING, "autopar"):

@@ -42,6 +42,7 @@ def tied() -> tuple[nn.Module, dict[str, Tensor], Program]:
     return model, batch, program
 
 
+@pytest.mark.slow
 def test_weights_after_an_update_and_a_checkpoint_are_proved(tied) -> None:
     proof, (_, _, program) = prove(*tied), tied
     assert proof.passed and proof.size == WHOLE
@@ -151,7 +152,7 @@ def own_nothing(patch: pytest.MonkeyPatch) -> str:
     return "missing: .*up.bias"
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case
@@ -72,6 +73,7 @@ def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
 
 
+@pytest.mark.slow
 def test_rows_in_the_order_of_their_experts_are_split_by_them() -> None:
     one = case(Grouped())
     program = one.proved("ep=2,tp=2")

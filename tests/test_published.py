@@ -25,6 +25,7 @@ from examples.benchmarks.published_picks import picked
 from examples.gpt import GPT, Config
 
 
+@pytest.mark.slow
 def test_formulas_of_the_graph_are_the_published_ones() -> None:
     found = formulas.formulas()
     assert len(found) == 8
@@ -34,6 +35,7 @@ def test_formulas_of_the_graph_are_the_published_ones() -> None:
         assert simplify(compared.difference - beside) == 0, compared.quantity
 
 
+@pytest.mark.slow
 def test_parameters_without_the_last_norm_are_equation_2() -> None:
     with torch.device("meta"):
         model = GPT(Config(layers=6, width=64, heads=4, context=16, vocab=96))

@@ -209,7 +209,7 @@ def noisy(body: Body, **options: object) -> Case:
     return Case(Noisy(body, **options), batch)  # type: ignore[arg-type]
 
 
-@pytest.mark.matrix(quick=8, daily=18)
+@pytest.mark.matrix(quick=2, daily=13)
 @pytest.mark.parametrize("mesh", PLANS)
 @pytest.mark.parametrize("body", [*BODIES, "masked"])
 def test_numbers_are_the_same_on_any_mesh(body: str, mesh: str) -> None:
@@ -219,6 +219,7 @@ def test_numbers_are_the_same_on_any_mesh(body: str, mesh: str) -> None:
     case.verify(mesh, microbatches, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["noisy_scores", "stochastic_depth", "masked"])
 def test_a_large_model_is_proved(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a small program, whose vocabulary has the number of the token that masks."""

@@ -182,6 +182,7 @@ def test_rounding_that_is_not_in_the_model_is_found():
         found.check()
 
 
+@pytest.mark.slow
 def test_what_takes_no_float64_is_told_by_its_operations():
     """In float64 they are run as captured; forward is not asked."""
     torch.manual_seed(0)
@@ -193,6 +194,7 @@ def test_what_takes_no_float64_is_told_by_its_operations():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_does_not_run_in_float64_is_not_excused(monkeypatch):
     def refuse(*_):
         raise RuntimeError("it wants float32")

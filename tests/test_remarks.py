@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from cases import Case
 from models import token_batch
@@ -21,6 +22,7 @@ def compiled(mesh: str, heads: int = 4, **options: Any) -> Program:
     return Case(GPT(config), batch).compile(mesh, **options)
 
 
+@pytest.mark.slow
 def test_a_plan_that_splits_what_it_should_has_none() -> None:
     for mesh in ("tp=4", "pp=2,dp=2", "pp=2,dp=2,tp=2"):
         assert compiled(mesh).remarks == ()

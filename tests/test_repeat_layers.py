@@ -142,6 +142,7 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": torch.arange(ROWS * SEQ).reshape(ROWS, SEQ)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 def test_of_many_layers_few_are_captured(build, folded) -> None:
     case = build(layers=9)
@@ -151,6 +152,7 @@ def test_of_many_layers_few_are_captured(build, folded) -> None:
     assert len(repeats.kept) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "kept"),
     [
@@ -170,6 +172,7 @@ def test_patterns_are_found(kinds, kept, folded) -> None:
     assert [one.kept for one in folded] == [kept]
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -186,11 +189,13 @@ def test_what_differs_is_captured_as_it_is(model, folded) -> None:
     assert not folded
 
 
+@pytest.mark.slow
 def test_what_stands_between_layers_repeats_too(folded) -> None:
     check(Layers([""] * 9, lambda i, x: x.tanh()), batch())
     assert len(folded) == 1
 
 
+@pytest.mark.slow
 def test_a_layer_that_runs_twice_is_captured_as_it_is(folded) -> None:
     model = Layers([""] * 9)
     model.layers[5] = model.layers[4]
@@ -198,6 +203,7 @@ def test_a_layer_that_runs_twice_is_captured_as_it_is(folded) -> None:
     assert not folded
 
 
+@pytest.mark.slow
 def test_frozen_layers_and_shared_weights(folded) -> None:
     model = Layers([""] * 10)
     for layer in list(model.layers)[:6]:
@@ -208,12 +214,14 @@ def test_frozen_layers_and_shared_weights(folded) -> None:
     assert len(folded) == 1
 
 
+@pytest.mark.slow
 def test_autocast_is_noted_of_all_layers(folded) -> None:
     case = plain_gpt(layers=8)
     check(case.model, case.batch, loss_fn=case.loss_fn, precision=torch.bfloat16)
     assert len(folded) == 1
 
 
+@pytest.mark.slow
 def test_layers_under_another_autocast_are_others(folded) -> None:
     """They call the same with the same, but compute in another precision."""
     kinds = [*["again"] * 4, "wide", *["again"] * 3]
@@ -221,6 +229,7 @@ def test_layers_under_another_autocast_are_others(folded) -> None:
     assert not folded
 
 
+@pytest.mark.slow
 def test_outputs_by_layer_are_captured_as_they_are(folded) -> None:
     case = gpt2(layers=8)
     case.model.config.output_hidden_states = True
@@ -228,6 +237,7 @@ def test_outputs_by_layer_are_captured_as_they_are(folded) -> None:
     assert not folded
 
 
+@pytest.mark.slow
 def test_the_untouched_model_is_what_runs() -> None:
     case = llama(layers=8).double()
     traced = capture_model(case.model, case.batch)
@@ -253,6 +263,7 @@ def check_drawn(seed: int) -> None:
     check(draw(seed), batch(), precision=torch.bfloat16 if seed % 2 else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_layers(seed) -> None:
     check_drawn(seed)

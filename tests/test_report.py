@@ -73,6 +73,7 @@ def told(arguments: list[str]) -> str:
 # --- the data ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_other_commands(folder: Path) -> None:
     data = json.loads(told(["report", str(folder), "--json"]))[0]
     path = str(folder)
@@ -85,6 +86,7 @@ def test_numbers_are_those_of_other_commands(folder: Path) -> None:
 MASK = 16  # bytes of another rank's share
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("mesh", "zero"), [("pp=2,tp=2", 0), ("dp=2,tp=2", 3), ("pp=2,dp=2", 1)]
 )
@@ -155,6 +157,7 @@ def test_a_log_keeps_the_later_of_two_lines(tmp_path: Path) -> None:
         plan_data(tmp_path / "none", Wanted())
 
 
+@pytest.mark.slow
 def test_a_simulated_step_needs_the_memory_of_its_estimate(tmp_path: Path) -> None:
     planned = ["--devices", "8xA100-80GB", "--global-batch", "8", "--no-op-shardings"]
     given = ["--zero", "3", "--precision", "bf16", "-o", str(tmp_path / "plan")]
@@ -164,6 +167,7 @@ def test_a_simulated_step_needs_the_memory_of_its_estimate(tmp_path: Path) -> No
         assert list(simulate_estimate(e).peak) == pytest.approx(needed)
 
 
+@pytest.mark.slow
 def test_a_ring_passes_to_the_next_rank() -> None:
     plan = make_plan("cp=2", context_parallel="ring")
     program = compile_offline(*build(CONFIG, BATCH), plan, cluster=PLAIN, prove=False)
@@ -207,6 +211,7 @@ def test_every_view_works(html: Path, folder: Path) -> None:
     _check_numbers(found["numbers"], folder)
 
 
+@pytest.mark.slow
 def test_the_page_has_all_candidates_that_are_not_far_slower(tmp_path: Path) -> None:
     folder, spec = tmp_path / "plan", model_file(tmp_path)
     given = ["--devices", "4xA100-80GB", "--global-batch", "16", "--no-op-shardings"]

@@ -45,6 +45,7 @@ def run(
     return rows(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bitwise(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_reference_warms_up_too(
         assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_another_run_is_refused(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,6 +206,7 @@ def test_a_ring_holds_the_keys_of_few_ranks() -> None:
 # --- whole models ------------------------------------------------------------------
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -235,6 +236,7 @@ def test_a_sequence_that_does_not_divide(seq) -> None:
     plain_gpt(layers=2, seq=seq).double().verify("cp=4", 1, **RING)
 
 
+@pytest.mark.slow
 def test_what_is_no_ring_is_refused() -> None:
     """It would quietly gather all keys."""
     for case, what in (

@@ -76,6 +76,7 @@ def gathered(mesh: str, **options: Any) -> Any:
     return replace(chosen, split={**chosen.split, "ep": experts})
 
 
+@pytest.mark.slow
 def test_rows_move_twice_each_way_and_no_more() -> None:
     """Of each token its top_k rows, embed wide; beside them experts' numbers."""
     case, ranks = mixture("mixtral"), 2
@@ -89,6 +90,7 @@ def test_rows_move_twice_each_way_and_no_more() -> None:
     }
 
 
+@pytest.mark.slow
 def test_gathering_rows_instead_is_a_decision_of_the_plan() -> None:
     case = mixture("mixtral").double()
     program = compile_program(case.trace(), gathered("ep=4", microbatches=2), PLAIN)
@@ -144,6 +146,7 @@ def only_experts() -> Case:
     return Case(OnlyExperts(), {"ids": ids, "labels": ids.roll(1, 1)})
 
 
+@pytest.mark.slow
 def test_what_computes_row_by_row_keeps_rows_with_their_experts() -> None:
     case = only_experts().double()
     case.verify("ep=2", 2)

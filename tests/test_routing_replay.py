@@ -51,7 +51,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize(("mesh", "options"), MESHES)
 @pytest.mark.parametrize("build", [lambda: mixture("mixtral"), switch_gpt])
 def test_a_router_that_rounds_otherwise_is_told_what_to_choose(
@@ -70,6 +70,7 @@ def test_a_router_that_rounds_otherwise_is_told_what_to_choose(
     assert sum(errors.values()) > 2 * sum(proof.errors[name] for name in errors)
 
 
+@pytest.mark.slow
 def test_a_router_that_is_wrong_is_found() -> None:
     case = mixture("mixtral")
     proof = verify(compiled(case, "ep=2", WRONG), *case, drawn=False)

@@ -44,6 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_are_started_on_a_folder_that_is_found_again(
     spec: str,
     started: list[tuple[int, list[str]]],
@@ -68,6 +69,7 @@ def test_ranks_are_started_on_a_folder_that_is_found_again(
     assert told(capsys.readouterr().err)[1:] != (folder, "found again")
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -105,6 +107,7 @@ def test_the_first_rank_of_torchrun_plans(spec: str, tmp_path: Path) -> None:
     assert re.search(r"step 3/3  loss \d", out)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_share_the_work_are_spare(
     spec: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from autopar.passes.schedule.schedule import ScheduleError
 LOOPED = ["interleaved", "looped-bfs"]
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("schedule", LOOPED)
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "stages_per_rank"),
@@ -31,7 +31,7 @@ def test_stages_in_rounds(schedule, mesh, microbatches, stages_per_rank):
     case.verify(mesh, microbatches, **options)
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize("schedule", LOOPED)
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_hugging_face_models_in_rounds(schedule, build):
@@ -50,7 +50,7 @@ def test_in_rounds_with_dropout_and_recomputation():
 HALVES = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}  # and stages a rank
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("schedule", HALVES)
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
@@ -62,7 +62,7 @@ def test_backwards_in_halves(schedule, mesh, microbatches):
     case.verify(mesh, microbatches, **options)
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("schedule", HALVES)
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_hugging_face_models_in_halves(schedule, build):
@@ -76,7 +76,7 @@ def test_in_halves_with_dropout_and_recomputation(policy):
     case.verify("pp=2,tp=2", 4, schedule="zb-h1", recompute=policy)
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank"), [("zb-h1", 1), ("zb-v", 2), ("interleaved", 2)]
@@ -86,6 +86,7 @@ def test_with_parameters_shared_out(schedule, stages_per_rank, zero):
     plain_gpt(dropout=0.1).double().verify("pp=2,dp=2,tp=2", 2, **options)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
 def test_halves_change_no_bit(schedule):
     case = plain_gpt(dropout=0.1)
@@ -105,7 +106,7 @@ def test_only_schedules_in_halves_have_their_text_in_halves():
             assert ("def backward_input(" in text) is split
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
 @pytest.mark.usefixtures("unrolled")

@@ -60,6 +60,7 @@ def greedy(folder: Path, number: int) -> str:
     return bytes(ids).decode("utf-8", "replace")
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_the_plain_model(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

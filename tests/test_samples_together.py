@@ -43,6 +43,7 @@ def of(case: Case) -> ShortModel:
     return capture_short(case.model, case.batch, case.loss_fn)
 
 
+@pytest.mark.slow
 def test_plans_have_one_microbatch(case: Case, of: ShortModel) -> None:
     cluster = cluster_of("4xA100-80GB")
     found = find_plans(of, cluster, SAMPLES, recompute=("none",), zero=(0, 1))

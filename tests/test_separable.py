@@ -121,7 +121,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 def test_a_loss_that_mixes_samples_is_right_or_refused(loss_fn):
     model = randomize(Stack(layers=1))

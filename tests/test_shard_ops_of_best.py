@@ -22,6 +22,7 @@ from autopar.verify import verify
 SAMPLES = 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "memory", "precision"),
     [
@@ -57,6 +58,7 @@ def test_plans_with_op_shardings_are_faster_and_fit_and_are_right(
     verify(program, case.model, case.batch, seed=3).check()
 
 
+@pytest.mark.slow
 def test_plans_without_an_axis_to_label_stay() -> None:
     case = plain_gpt(batch=SAMPLES)
     of, cluster = capture_short(case.model, case.batch), cluster_of("2xA100-80GB")
@@ -77,6 +79,7 @@ def test_labels_are_tried_where_a_plan_could_become_the_fastest() -> None:
     assert open_to_op_shardings(found, 1.01 * behind)[0] == slow.best[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "has_them"), [([], True), (["--no-op-shardings"], False)]
 )
@@ -88,6 +91,7 @@ def test_labels_are_among_the_plans_unless_they_are_not_wanted(
     assert (", op shardings " in capsys.readouterr().out) == has_them
 
 
+@pytest.mark.slow
 def test_the_command_writes_and_tells_labels(tmp_path: Path, capsys) -> None:
     spec, where = model_file(tmp_path), str(tmp_path / "plan")
     asked = ["--devices", "2xCPU", "--mesh", "tp=2", "--microbatches", "1"]

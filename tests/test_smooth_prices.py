@@ -75,6 +75,7 @@ def check(found: Estimate) -> None:
     assert found.peak > 0
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("vary", ["samples", "microbatches"])
 def test_more_samples_take_longer_but_less_each(vary: str) -> None:
     runs = [replace(candidate("pp=2,tp=2"), **{vary: n}) for n in (2, 4, 8, 16, 32)]
@@ -82,6 +83,7 @@ def test_more_samples_take_longer_but_less_each(vary: str) -> None:
         assert less < more <= 2 * less
 
 
+@pytest.mark.slow
 def test_more_ranks_compute_less_but_not_as_much_less() -> None:
     parts = [estimated(gpt(), candidate(f"tp={n}")) for n in (2, 4, 8, 16)]
     for less, more in pairwise(parts):
@@ -106,12 +108,14 @@ def test_gradients_of_more_ranks_take_longer_without_a_jump(zero: int) -> None:
         check(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"vocab": 262144}, {"embed": 64}], ids=str)
 def test_odd_sizes_have_prices_that_add_up(sizes: dict[str, int]) -> None:
     for chosen in (candidate("tp=2", 1, 1), candidate("pp=2,dp=4,tp=2", 1)):
         check(estimated(gpt(512, **sizes), replace(chosen, zero=1)))
 
 
+@pytest.mark.slow
 def test_long_sequences_have_prices_that_add_up() -> None:
     """Of 131072 tokens most products are attention's (Narayanan 2021, equation 3)."""
     short, long = (estimated(gpt(n, 1), candidate("tp=2", 1)) for n in (1024, 131072))

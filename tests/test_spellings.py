@@ -163,7 +163,7 @@ UNEVEN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_pieces_of_a_weight_are_split_each_by_itself(name: str) -> None:
     one = case(UNEVEN[name])
@@ -193,6 +193,7 @@ class Decayed(Fused):
         return super().forward(x) * (1 + 0.01 * self.qkv.weight.square().mean())
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_read_whole_too_is_held_whole_and_a_note_says_so() -> None:
     one = case(partial(Decayed, "split"))
     program = one.compile("tp=2")
@@ -306,7 +307,7 @@ class Interleaved(Gated):
         return self.down(F.silu(y[..., ::2]) * y[..., 1::2])
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("block", [Turned, Written, Retention, Convolved, Interleaved])
 def test_no_matrix_of_a_layer_is_whole(block: Callable[[], nn.Module]) -> None:
     one = case(block)
@@ -334,6 +335,7 @@ def by_number(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return (nll * (labels >= 0)).sum() / (labels >= 0).sum()
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("loss_fn", [looked_up, in_two_steps, by_number])
 def test_a_loss_by_hand_leaves_the_vocabulary_split(
     loss_fn: Callable[[Tensor, Mapping[str, Any]], Tensor],
@@ -372,6 +374,7 @@ class Encoder(nn.Module):
         return self.layers(x, mask, is_causal=self.causal)
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_looked_into_is_named_with_a_way_out() -> None:
     one = case(Encoder)
     with pytest.raises(CaptureError, match=r"is_causal=True\), or is_causal=False"):

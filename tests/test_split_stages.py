@@ -31,6 +31,7 @@ def table(text: str, name: str) -> str:
     return line.partition(" = ")[2]
 
 
+@pytest.mark.slow
 def test_exactly_the_hidden_state_crosses_each_way():
     program = gpt2(layers=4, padded=True).compile("pp=4", 2)
     crosses = "[((4, 16, 32), torch.float32)]"
@@ -50,6 +51,7 @@ def test_with_sequence_parallel_each_rank_sends_its_part_of_the_sequence():
         assert table(first, "SENDS") == f"[((4, {seq}, 32), torch.float32)]"
 
 
+@pytest.mark.slow
 def test_equal_stages_share_one_text():
     program = plain_gpt(layers=8).compile("pp=8,tp=2", 2)
     assert len(program.modules) < 8
@@ -81,6 +83,7 @@ class Blended(Stack):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_layers_that_read_the_first_input_too_are_cut_between() -> None:
     case = Case(randomize(Blended()), tokens(), cross_entropy).double()
     balanced = case.compile("pp=2,dp=2", 2)
@@ -188,6 +191,7 @@ def test_a_plan_with_too_few_cuts_is_refused():
         plain_gpt().compile("pp=4", cuts=("add",))
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 def test_a_stage_may_be_as_small_as_one_operation(build, ranks) -> None:
@@ -222,6 +226,7 @@ def test_a_stage_that_has_no_gradient_waits_for_none(schedule) -> None:
 # --- stages of equal text share a module --------------------------------------------
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("frozen", ["", "up.weight", "embed"])
 def test_equal_layers_of_which_one_is_frozen(frozen) -> None:
     """In full, in part, or together with all before it: nothing is sent back then."""
@@ -235,6 +240,7 @@ def test_equal_layers_of_which_one_is_frozen(frozen) -> None:
     case.verify("pp=4,dp=2", 2, zero=2, schedule="zb-h1")
 
 
+@pytest.mark.slow
 def test_layers_of_unlike_width() -> None:
     widths = iter([64, 64, 80, 64])
 
@@ -254,6 +260,7 @@ def test_layers_of_unlike_width() -> None:
     case.verify("pp=4,dp=2", 2, zero=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp=2", "pp=2,tp=2"])
 def test_what_layers_make_of_the_same_positions_is_made_once(mesh: str) -> None:
     """Each layer of Llama takes its view, and share, of the rotations."""

@@ -96,13 +96,13 @@ def world(mesh: str) -> int:
     return size
 
 
-@pytest.mark.matrix(quick=2, daily=6)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "zero"), MESHES)
 def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
     check_trajectory(model, mesh, microbatches, {"zero": zero})
 
 
-@pytest.mark.matrix(quick=1, daily=2)
+@pytest.mark.matrix(quick=0, daily=2)
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank"),
     [
@@ -154,7 +154,7 @@ def load_and_save(mesh: str, zero: int, state: dict[str, Tensor]) -> dict[str, T
     return step.state_dict()
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize(
     ("mesh", "zero"), [("tp=2", 0), ("pp=2", 0), ("dp=2", 1), ("dp=2", 3)]
 )
@@ -206,6 +206,7 @@ def test_a_state_dict_in_part_loads_as_a_module_does() -> None:
         step.load_state_dict({"norm.weight": torch.zeros(3)}, strict=False)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_loads_by_either_of_its_names() -> None:
     step = build("gpt2").step()
     state = step.state_dict()

@@ -57,6 +57,7 @@ def estimates() -> dict[str, Estimate]:
     }
 
 
+@pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_the_step_takes_what_its_estimate_states(name: str) -> None:
     stated = estimates()[name]
@@ -77,6 +78,7 @@ def test_memory_is_what_the_estimate_states(name: str) -> None:
         assert peak == pytest.approx(sum(terms.values()), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "mesh", "microbatches", "stages_per_rank", "zero"),
     [

@@ -41,6 +41,7 @@ def test_each_distinct_module_is_one_file(plan: Path) -> None:
     assert names == used and len(names) < small_program().mesh.size
 
 
+@pytest.mark.slow
 def test_a_plan_is_replaced_as_a_whole(plan: Path) -> None:
     (plan / "modules" / "abc.py").write_text("left over")
     save_plan(small_program("dp=2", 1), plan, "other.py:f")

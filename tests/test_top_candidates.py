@@ -92,6 +92,7 @@ def test_ranks_of_several_stages_are_balanced_as_by_brute_force(name: str) -> No
         assert slowest(found, placement, *costs) == pytest.approx(best)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("microbatches", [2, 16])
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_cuts_are_near_the_best_of_all(schedule: str, microbatches: int) -> None:
@@ -128,6 +129,7 @@ def test_nothing_on_paper_beats_what_is_found(share: float) -> None:
 # --- tied weights --------------------------------------------------------------------
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     ("schedule", "per_rank"), [("zb-v", 2), ("interleaved", 2), ("1f1b", 1)]
 )

@@ -72,6 +72,7 @@ def test_scalars_beside_the_loss_are_in_every_row(
     assert 0.5 < evaluated["eval_metrics/z"] / first["metrics/z"] < 2
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_rows_of_the_log(plan: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -115,6 +116,7 @@ def test_what_is_not_installed_is_said(
     assert "pip install 'autopar[log]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_traces_and_seconds_of_steps(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def losses(capsys: pytest.CaptureFixture[str]) -> list[float]:
     return [row["loss"] for row in rows(capsys.readouterr().out)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bitwise_with_the_same_data_and_only_so(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +141,7 @@ def tiny():
 """
 
 
+@pytest.mark.slow
 def test_packed_documents_do_not_see_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def plain_loss(folder: Path, text: np.ndarray) -> object:
     return pytest.approx(loss.item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
         assert row["eval_perplexity"] == pytest.approx(math.exp(want), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_all_that_is_held_out_is_seen_once_the_short_last_batch_too(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +139,7 @@ def test_synthetic_data_is_drawn_anew() -> None:
     assert not torch.equal(train.batch(0, 4, 8)[0], held_out.batch(0, 4, 8)[0])
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_training_as_it_is(
     plan: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_held_out_end_that_is_too_short_is_told_before_training(
     assert "use --eval-fraction 0.1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_split_is_refused(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

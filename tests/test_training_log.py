@@ -31,6 +31,7 @@ def spec(folder: Path) -> str:
     return f"{folder / 'model.py'}:tiny"
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("clip", ["0", "0.1"])
 def test_the_log_has_what_plain_torch_computes(
     clip: str, plan: str, tmp_path: Path
@@ -53,6 +54,7 @@ def test_the_log_has_what_plain_torch_computes(
         assert "mfu" not in row  # nobody knows the peak of this CPU
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_appends(plan: str, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     line = ["run", plan, "--save", str(tmp_path / "runs"), "--resume"]
@@ -133,6 +135,7 @@ def test_a_run_stops_and_names_the_step(
     assert not list(runs.glob("step-*"))  # none of such weights
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("third_fails")
 def test_a_step_that_is_skipped_changes_nothing(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

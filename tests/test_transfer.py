@@ -26,7 +26,7 @@ def texts(mesh: str) -> tuple[str, str, Sizes, StageLayers]:
     return large, few, sizes, small.few.layers(0, BIG.layers)
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -53,6 +53,7 @@ def test_a_large_program_that_is_not_as_the_small_one_is_noticed(
     assert differs(changed(large, old, new), few, *known) is not None
 
 
+@pytest.mark.slow
 def test_parameters_for_others_and_other_factors_are_noticed() -> None:
     model, batch, program = compiled("tp=2")
     small = make_small(program, model, batch)
@@ -137,6 +138,7 @@ def test_numbers_in_texts_are_told_for_what_they_are(
     assert differs(text(wrong), text(small), *known) is not None
 
 
+@pytest.mark.slow
 def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:
     *_, program = compiled("tp=2")
     name, sizes = "blocks.0.attention.qkv.bias", {3: 3, 6: 4, 8: 4}
@@ -154,6 +156,7 @@ def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:
     assert other((3, 8, 6)) == name
 
 
+@pytest.mark.slow
 def test_a_stage_of_no_layers_stands_for_itself() -> None:
     config = Config(layers=8, width=48, heads=6, context=40, vocab=64)
     options = {"cuts": ("blocks.4", "")}
@@ -164,6 +167,7 @@ def test_a_stage_of_no_layers_stands_for_itself() -> None:
     check_transfer(program, small)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_left_out_is_noticed() -> None:
     large, few, *known = texts("")
     assert differs(large, few, *known) is None

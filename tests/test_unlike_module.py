@@ -106,6 +106,7 @@ def test_averages_of_torch_say_what_there_is(step: Step) -> None:
         swa_utils.update_bn([torch.zeros(1)], step)
 
 
+@pytest.mark.slow
 def test_autocast_is_that_of_the_plan(step: Step) -> None:
     batch = case().batch
     with (
@@ -231,6 +232,7 @@ def test_clipping_the_model_in_place_of_the_step_is_an_error() -> None:
     assert nn.utils.clip_grad_norm_(of.model.parameters(), 1.0) == pytest.approx(want)
 
 
+@pytest.mark.slow
 def test_a_step_runs_within_what_dynamo_compiles(step: Step) -> None:
     batch = case().batch
     step.zero_grad()

@@ -242,6 +242,7 @@ def train(
                 p.data = average[n].clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "zero", "offload"),
     [
@@ -267,6 +268,7 @@ def test_habits_give_what_they_give_on_one_device(
             )
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
     model = plain_model()
     step = autopar.compile(model, "", example_inputs=batch_of(0))
@@ -282,6 +284,7 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_what_was_frozen_when_compiled_cannot_be_unfrozen() -> None:
     model = plain_model()
     model.get_parameter("norm.weight").requires_grad_(False)
@@ -325,6 +328,7 @@ def test_gradients_of_shards_are_tensors_but_for_their_norms() -> None:
     assert float(grad.as_subclass(Tensor).norm()) == float(x.norm())
 
 
+@pytest.mark.slow
 def test_on_one_rank_all_is_as_torch_has_it() -> None:
     assert CONFIG.layers > 1
     step = made(small_program("", 1))
@@ -346,6 +350,7 @@ class Read(nn.Module):
         return (self.norm(self.linear(x)) * self.mean.detach()).pow(3).sum()
 
 
+@pytest.mark.slow
 def test_what_has_no_gradient_does_not_decay() -> None:
     torch.manual_seed(0)
     model, batch = Read(), {"x": torch.randn(4, 6)}

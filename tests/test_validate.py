@@ -76,6 +76,7 @@ def test_a_rank_with_weights_of_its_own_is_found() -> None:
         compare(models)
 
 
+@pytest.mark.slow
 def test_a_field_that_is_no_tensor_keeps_the_value_it_was_compiled_for() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -107,6 +108,7 @@ class Weighted(nn.Module):
         return (x * self.weight).sum() * options["times"]
 
 
+@pytest.mark.slow
 def test_a_dict_in_the_batch_that_is_written_into_is_another_one() -> None:
     x, options = torch.ones(2, 3), {"times": 2}
     step = autopar.compile(Weighted(), "")
@@ -126,6 +128,7 @@ def test_numbers_of_a_batch_that_are_not_in_a_tensor_are_refused() -> None:
         autopar.compile(Weighted(), "")(x=x, options=x.numpy())
 
 
+@pytest.mark.slow
 def test_a_step_where_no_gradient_is_wanted_is_refused() -> None:
     batch = {"x": torch.ones(2, 3), "options": {"times": 2}}
     step = autopar.compile(Weighted(), "", example_inputs=batch)

@@ -225,7 +225,7 @@ def test_what_a_graph_cannot_have_is_named_with_its_line(what, capfd):
     assert "def forward" not in capfd.readouterr().err
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("what", FIXED)
 def test_as_the_fixes_have_it_models_compile(what):
     old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -236,6 +236,7 @@ def test_as_the_fixes_have_it_models_compile(what):
         case.verify(mesh, microbatches)
 
 
+@pytest.mark.slow
 def test_what_a_buffer_told_holds_until_it_has_other_values():
     case = between(FIXED, "of buffers")
     step = compiled(case)

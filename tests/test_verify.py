@@ -73,7 +73,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=2, daily=8)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), QUICK)
 def test_the_program_computes_what_the_model_computes(
     model, mesh, microbatches, options
@@ -89,7 +89,7 @@ def test_rows_that_attend_to_nothing_give_nothing(dropout):
     case._replace(batch=flipped).verify("pp=2,tp=2", 2)
 
 
-@pytest.mark.matrix(quick=0, daily=38)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", meshes(8), ids=lambda m: "pp{}-dp{}-tp{}".format(*m))
@@ -117,7 +117,7 @@ def test_every_mesh_of_up_to_8_ranks(model, mesh):
 DIMS = ["batch", "seq", "heads", "kv_heads", "q_per_kv", "ffn", "vocab", "embed"]
 
 
-@pytest.mark.matrix(quick=0, daily=12)
+@pytest.mark.matrix(quick=0, daily=7)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_any_preference_of_what_to_split_is_right(seed):
@@ -136,7 +136,7 @@ def test_any_preference_of_what_to_split_is_right(seed):
     verify(program, *case, tolerance=tolerance).check()
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2,tp=2"])
 def test_in_float32_with_the_models_own_loss(model, mesh):
@@ -153,6 +153,7 @@ def test_the_vocab_of_gpt2_splits_unevenly(mesh):
     verify(program, *case).check()
 
 
+@pytest.mark.slow
 def test_in_bfloat16_it_is_as_close_to_exact_as_the_model_on_one_device():
     case = gpt2(layers=2)
     case.model.bfloat16()
@@ -190,6 +191,7 @@ def test_a_dropped_gradient_is_found():
     assert found.worst == ("blocks.0.mlp.up.bias", pytest.approx(1.0))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_zero_but_for_rounding_passes():
     """Softmax does not see what a key's bias adds to all scores of a row."""
     case = opt(layers=2)
@@ -221,10 +223,12 @@ class Encoder(nn.Module):
         return self.second(self.first(x, x, x)[0]).square().sum()
 
 
+@pytest.mark.slow
 def test_dropout_inside_of_torchs_own_layers_is_compared():
     Case(Encoder(), {"x": torch.randn(2, 4, 8)}).double().verify("dp=2")
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_is_proved_by_a_copy_of_it():
     model, batch, _ = plain_gpt(layers=2)
     model, plan = model.to("meta"), make_plan("dp=2,tp=2", microbatches=1)

@@ -112,6 +112,7 @@ def test_a_neighbour_in_silence_is_reported(
     assert watchdogs[0].patience < clock.now - began < watchdogs[0].patience + 3 * BEAT
 
 
+@pytest.mark.slow
 def test_who_waits_for_the_store_still_beats(store: dist.Store) -> None:
     """Its main thread waits for another rank's word, as while rank 0 compiles."""
     with Watchdog(store, 0, 1) as watchdog, ThreadPoolExecutor() as pool:
@@ -272,6 +273,7 @@ def test_ranks_that_lost_another_are_started_again(
     assert guarded(watchdogs[0], lost) == EXIT and not ended
 
 
+@pytest.mark.slow
 def test_an_error_of_another_rank_is_told(
     watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
 ) -> None:

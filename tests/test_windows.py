@@ -104,6 +104,7 @@ def case() -> Case:
     return Case(InTurn().double(), {"ids": ids, "labels": ids.roll(-1, 1)})
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -35,7 +35,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.matrix(quick=3, daily=28)
+@pytest.mark.matrix(quick=3, daily=18)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
@@ -78,6 +78,7 @@ def test_who_shares_and_who_replicates(mesh, split, pending):
     assert (spec.pattern, spec.pending) == (f"{split} embed", pending)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_ranks_whose_rows_lie_in_zigzag_share_parameters_in_one_piece(zero):
     plan = {"zero": zero, "zigzag": ("cp",)}
@@ -115,7 +116,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=1, daily=9)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), UNEVEN)
 def test_extents_need_not_divide(model, mesh, microbatches, options, zero):
@@ -123,7 +124,7 @@ def test_extents_need_not_divide(model, mesh, microbatches, options, zero):
     case.verify(mesh, microbatches, zero=zero)
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_it_goes_with_all_other_decisions(zero):
     case = plain_gpt(layers=2).double()
@@ -171,6 +172,7 @@ def test_shares_that_do_not_divide_differ_by_a_row():
     assert max(each) < 1.05 * total / 3
 
 
+@pytest.mark.slow
 def test_what_is_too_small_to_share_stays_whole():
     case = plain_gpt(layers=1, heads=1, batch=12).double()  # 8 wide, on 12 ranks
     program = case.compile("dp=12", zero=3)
@@ -201,6 +203,7 @@ def test_frozen_parameters_are_shared_out_too():
     verify(program, *case).check()
 
 
+@pytest.mark.slow
 def test_of_equal_layers_one_in_the_middle_may_be_frozen_in_part():
     case = plain_gpt(layers=3, batch=4).double()
     case.model.get_parameter("blocks.1.mlp.up.bias").requires_grad_(False)
@@ -326,6 +329,7 @@ class Masked(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.usefixtures("unrolled")
 def test_what_is_made_of_a_shared_parameter_is_derived_once_a_step(zero):

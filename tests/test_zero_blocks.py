@@ -98,6 +98,7 @@ def test_a_block_is_gathered_while_the_one_before_computes(name):
         assert re.search(r"F\.linear|torch\.matmul|aten\.embedding", meanwhile)
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_two_blocks():
     """Above what activations take: in the forward weights, in the backward gradients
     too, and the other ranks' addends of a block that is being scattered."""

@@ -37,7 +37,7 @@ def _short_model(record: PlanRecord) -> ShortModel:
 
 
 def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
-    """The cluster of record, which do not keep what was measured of it.
+    """The cluster of a record, which does not keep what was measured of it.
 
     Raises: ClusterError, if that is not in this machine's profile.
     """

@@ -6,7 +6,8 @@
     plan/modules/<key>.py    what the ranks run, each distinct text once
     plan/compiled            code that Inductor made of the modules, for one machine and
                              version: see autopar.runtime.execute.inductor
-    plan/estimate.json       of a plan that `autopar plan` made: see autopar.planned
+    plan/estimate.json       of a plan that `autopar plan` made: see
+                             autopar.planner.planned
 
 Nothing is pickled, and no text is taken for code before its checksum was compared.
 """

@@ -1,5 +1,5 @@
 """Seconds and peak bytes of pipelines on A100s, predicted: Megatron-LM's 1F1B and zero
-bubble's schedules (Qi 2024, arXiv:2401.10241, table 4), which nothing is fitted to.
+bubble's schedules (Qi 2023, arXiv:2401.10241, table 4), which nothing is fitted to.
 
 Activations are as wide as those of a 16-bit model, parameters, their gradients and
 moments have 32 bits, and attention is spelled out, with dropout. The first and the last

@@ -2,8 +2,8 @@
 
 Hugging Face's `batched_mm` experts look up a whole weight matrix for every token and
 multiply in a batch, which takes as much memory as there are tokens and weights. As one
-op it takes none: tokens of one expert are brought together (autopar.kernels), and an
-axis may split the experts.
+op it takes none: tokens of one expert are brought together
+(`autopar.runtime.kernels.experts`), and an axis may split the experts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The record of a backward pass while it is being written.
 
-OutCotangents of a value are collected from its consumers and added when its producer is
+Cotangents of a value are collected from its consumers and added when its producer is
 reached. One that nobody else reads is added to in place.
 """
 

@@ -71,7 +71,7 @@ class StageSeconds:
 
     @property
     def computing(self) -> Mapping[str, float]:
-        """Seconds of each part without what it waits."""
+        """Seconds of each part without those that it waits."""
         whole = {FORWARD: self.forward, BACKWARD: self.backward, WEIGHT: self.weight}
         waited = dict.fromkeys(whole, 0.0)
         for wait in self.exposed:

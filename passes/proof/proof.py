@@ -31,13 +31,14 @@ class CutShort:
 @dataclass(frozen=True)
 class Proof:
     """size: "whole", the program itself was run; "small", one that differs from it in
-    its numbers alone. mesh, microbatches, ranks: of what was run. errors: the largest
-    relative error of a loss, a gradient, or the norm of all, by its name, in float64;
-    tolerance: what rounding explains. compared: how many were. restored: how many
-    tensors of all ranks came back from a checkpoint, bitwise. sizes: extents, large
-    -> small. layers: how many of how many were run. texts: the distinct modules that
-    were found to be small ones but for numbers. cut_short: those of them that did not
-    run to their end at their own size, of which the rest is proved small only.
+    its numbers alone. mesh, microbatches, ranks: of what was run. worst, error: the
+    name of the value that is furthest off (a loss, a gradient, the norm of all, ...),
+    and by how much, relative, in float64; tolerance: what rounding explains. compared:
+    how many were. restored: how many tensors of all ranks came back from a checkpoint,
+    bitwise. sizes: extents, large -> small. layers: how many of how many were run.
+    texts: the distinct modules that were found to be small ones but for numbers.
+    cut_short: those of them that did not run to their end at their own size, of which
+    the rest is proved small only.
     """
 
     size: str

@@ -49,7 +49,7 @@ class StageWork:
     """One microbatch on a stage's rank.
 
     computing: forward, backward (its input half) and weight (its other half) ->
-    seconds. collectives: of the same. send: seconds of a message to a
+    seconds. collectives: the same -> those of it. send: seconds of a message to a
     neighbour. footprint: of its activations and messages.
     """
 
