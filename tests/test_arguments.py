@@ -20,7 +20,7 @@ from autopar.passes.capture.trace import Traced
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Location, Node, resolve
 from autopar.passes.ops.arguments import PLACEMENT, arguments, is_default, refuse_unread
-from autopar.passes.ops.op import OPS
+from autopar.passes.ops.op import OPS, op_of
 from autopar.passes.ops.random import DRAWN
 
 HEEDED = {name[5:]: op.heeds for name, op in OPS.items() if name[:5] == "aten."}
@@ -108,3 +108,10 @@ def test_calls_are_right_with_every_argument_that_is_heeded() -> None:
     own = special() - {name.removeprefix("aten.") for name in DRAWN}
     heeded = {(op, name) for op in own for name in HEEDED[op].split()}
     assert sorted(heeded - covered) == []
+
+
+def test_an_op_of_our_own_is_declared() -> None:
+    """Else passes would take it for one of which torch knows enough."""
+    assert op_of(Node("mine.op.default", (), {}, ())).heeds == ""
+    with pytest.raises(AssertionError, match=r"comm\.nothing is declared nowhere"):
+        op_of(Node("comm.nothing", (), {}, ()))

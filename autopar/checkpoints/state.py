@@ -74,8 +74,8 @@ def whole_tensors(
 
 
 class IncompatibleKeys(NamedTuple):
-    """What a module's `load_state_dict` returns: names of the model's parameters that a
-    state dict lacks, and names of its own that the model does not have."""
+    """What a module's `load_state_dict` returns: names of the model's state dict that
+    another one lacks, and names of that one that the model does not have."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -91,14 +91,16 @@ def check_state_dict(
     shapes = {part.source: part.shape for part in parts}
     known = {*step.names, *shapes, *program.buffers}
     actual = {n: t.shape for n, t in state.items()}
-    missing = [n for n in shapes if n not in actual]
-    unexpected = [n for n in actual if n not in known]
+    differing = IncompatibleKeys(
+        [n for n in step.names if n not in actual],
+        [n for n in actual if n not in known],
+    )
     if not strict:
         shapes = {n: shape for n, shape in shapes.items() if n in actual}
-        actual = {n: shape for n, shape in actual.items() if n in known}
+        known |= {*actual}
     check_names("the state dict", "step.state_dict", shapes, known, actual)
     check_known(program, state)
-    return IncompatibleKeys(missing, unexpected)
+    return differing
 
 
 def by_source(step: HeldState, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
