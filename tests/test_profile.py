@@ -30,18 +30,19 @@ from autopar.machine.profile_file import (
 from autopar.measure import ops as measure_ops
 from autopar.measure.compiled import measure_compiled
 from autopar.measure.messages import geometries, measure_messages
-from autopar.measure.ops import JobTimes, make_job, run_job
+from autopar.measure.ops import NO_MESH, JobTimes, make_job, run_job
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.cost import signature
 from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.mesh import Mesh
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.measured import MEASURED, Messages, Ops, Timed
 from autopar.passes.price.price_layers import cut_layers
 from autopar.passes.shard.collectives import SPEAKS, collective
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
-from autopar.planner.profile import Workload, alone
+from autopar.planner.profile import Layers, Workload
 from autopar.planner.profile import measure_ops as measure_ops_of
 from autopar.planner.request import plan_request
 
@@ -345,7 +346,8 @@ def test_auto_is_the_backend_that_was_measured_to_be_faster(monkeypatch, capsys)
 def test_backends_are_measured_by_turns_if_compiling_is_not_too_long(
     tmp_path, monkeypatch
 ):
-    job = alone(Workload(model_file(tmp_path), seq=16, samples=2))
+    layers = Layers(Workload(model_file(tmp_path), seq=16, samples=2), 1)
+    job = layers.job(NO_MESH, 2, outlined=True)
     assert "def blocks(" in job.text
     assert measure_compiled(job, CPU, 3, budget=0.0) is None
     compiled = "autopar.measure.compiled.compile_functions"
@@ -355,10 +357,21 @@ def test_backends_are_measured_by_turns_if_compiling_is_not_too_long(
 
 
 @pytest.mark.slow
+def test_what_compiling_gains_is_known_for_each_way_to_split(tmp_path) -> None:
+    layers = Layers(Workload(model_file(tmp_path), seq=16, samples=1), 2)
+    split = Mesh.parse("tp=2")
+    assert layers.meshes == [NO_MESH, split]
+    asked = layers, {NO_MESH: 0.25, split: 0.75}, 1, CPU, lambda line: None
+    timed = measure_ops_of(*asked)
+    gains = {t.compiled for key, t in timed.items() if "linear.default" in key}
+    assert gains == {0.25, 0.75}
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("autopar.planner.profile.SHARE", 1e-9)
-    asked = Workload(model_file(tmp_path), samples=1)
-    assert measure_ops_of(asked, CPU, lambda line: None) == {}
+    layers = Layers(Workload(model_file(tmp_path), samples=1), 1)
+    assert list(layers.jobs()) == []
     assert "1 samples does not fit here: its ops are not measured" in caplog.text
 
 

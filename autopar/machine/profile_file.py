@@ -45,7 +45,7 @@ class ProfileError(AutoparError):
 
 class BackendTimes(NamedTuple):
     """Seconds of a few layers as Python, and as Inductor compiles them. products: of
-    these, what products take, in both."""
+    these, what products and collectives take, in both."""
 
     eager: float
     inductor: float

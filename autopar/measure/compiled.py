@@ -23,25 +23,30 @@ BUDGET = 120.0  # seconds after which no more functions are compiled
 def measure_compiled(
     job: Job, device: torch.device, repeats: int, budget: float = BUDGET
 ) -> tuple[float, float] | None:
-    """Seconds of a forward and backward as Python, and with compiled functions; medians
-    of runs in turns. None if compiling takes more than so many seconds."""
+    """Seconds of a forward and backward as Python, and with compiled functions; None if
+    compiling takes more than so many seconds.
+
+    The first are a median, the others so much times the median ratio of a run to that
+    just before it: for how fast a machine is changes within seconds.
+    """
     running, clock = Running(job, device), clock_of(device)
     with tempfile.TemporaryDirectory() as folder:
         cache = _Bounded(Path(folder), budget)
         compiled = load_module(job.text, "autopar.measured.compiled")
         compile_functions(compiled, job.text, cache)
-        took: dict[str, list[float]] = {"eager": [], "inductor": []}
+        eager, ratios = [], []
         for number in range(repeats + 1):
-            for module, samples in zip(
-                (running.plain, compiled), took.values(), strict=True
-            ):
+            took = []
+            for module in (running.plain, compiled):
                 begin = clock()
                 running.microbatch(module)
+                took.append(clock() - begin)
                 if cache.late:
                     return None
-                if number:  # the first run compiles
-                    samples.append(clock() - begin)
-    return median(took["eager"]), median(took["inductor"])
+            if number:  # the first run compiles
+                eager.append(took[0])
+                ratios.append(took[1] / took[0])
+    return median(eager), median(eager) * median(ratios)
 
 
 class _Bounded(CodeCache):

@@ -70,12 +70,13 @@ class Job:
 @dataclass(frozen=True)
 class JobTimes:
     """timed: signature -> what it took, adding up to the whole. parts: function -> its
-    seconds, statement by statement. products: the share of products in these. whole:
+    seconds, statement by statement. as_they_are: the share in these of products and
+    collectives, which are called as they are wherever functions are compiled. whole:
     seconds of all functions, when the clock was not read in between."""
 
     timed: Mapping[str, Timed]
     parts: Mapping[str, float]
-    products: float
+    as_they_are: float
     whole: float
 
     def __str__(self) -> str:
@@ -204,8 +205,8 @@ def _sum_up(
         kind.signature: Timed(more * mean(took), kind.bytes, kind.flops)
         for kind, took in samples.items()
     }
-    products = sum(sum(samples[k]) for k in samples if timed[k.signature].is_product)
-    return JobTimes(timed, parts, products / total if total else 0.0, whole)
+    rest = sum(sum(samples[k]) for k in samples if not timed[k.signature].is_product)
+    return JobTimes(timed, parts, 1 - rest / total if total else 0.0, whole)
 
 
 def _overhead(clock: Callable[[], float]) -> float:

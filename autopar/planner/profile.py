@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, TypeVar
@@ -20,13 +20,14 @@ import torch.distributed as dist
 from autopar.machine.backend import missing_compiler
 from autopar.machine.hardware import this_cluster
 from autopar.machine.machine import busy
-from autopar.machine.profile_file import Backends, BackendTimes, Profile
+from autopar.machine.profile_file import BackendTimes, Profile
 from autopar.measure.compiled import measure_compiled
 from autopar.measure.messages import measure_messages
-from autopar.measure.ops import Job, make_job, run_job
+from autopar.measure.ops import NO_MESH, Job, make_job, run_job
 from autopar.measure.update import measure_update
 from autopar.models.load import load_model
 from autopar.options import make_plan
+from autopar.passes.mesh import Mesh
 from autopar.passes.price.measured import Ops, Point, Timed
 from autopar.passes.price.price_layers import cut_layers
 from autopar.passes.schedule.footprint import footprint
@@ -44,6 +45,8 @@ from autopar.units import seconds
 LOG = logging.getLogger("autopar")
 REPEATS = 5
 FEW = 4  # samples that backends are compared with
+COMPARED = 10  # how often they are
+POWERS = (1, 2, 4, 8, 16)  # samples of microbatches that ops are measured at
 SHARE = 0.5  # of a rank's memory that a measurement may take
 T = TypeVar("T")
 Watch = Callable[[str], None]
@@ -76,59 +79,104 @@ def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
         told(f"messages between {world} ranks")
         tell("messages")
         messages[world] = measure_messages(world, device, load.seconds)
-    timed, update = measure_ops(load, device, told), _measure_update(device)
-    compiles = load.backends and load.model and _rank() == 0
-    backends = _from_first(measure_backends(load, device, told) if compiles else {})
-    if layers := backends.get(device.type):
-        gain = layers.beside_products
-        timed = {key: replace(t, compiled=gain) for key, t in timed.items()}
-    return Profile({busy(world): Ops(timed, update)}, messages, backends=backends)
+    layers = Layers(load, world) if load.model and _rank() == 0 else None
+    if layers and load.backends:
+        backends = _from_first(measure_backends(layers, device, told))
+    else:
+        backends = _from_first({})
+    gains = {mesh: times.beside_products for mesh, times in backends.items()}
+    timed = measure_ops(layers, gains, load.repeats, device, told)
+    alone = {device.type: backends[NO_MESH]} if NO_MESH in backends else {}
+    ops = Ops(timed, _measure_update(device))
+    return Profile({busy(world): ops}, messages, backends=alone)
 
 
-def measure_backends(load: Workload, device: torch.device, told: Watch) -> Backends:
-    """Times both backends on one rank by itself, if Inductor can compile there."""
+class Layers:
+    """A few layers of a workload's model, as plans of so many ranks split them."""
+
+    def __init__(self, load: Workload, ranks: int) -> None:
+        self.load = load
+        loaded = load_model(load.model, seed=load.seed, device="meta")
+        batch = batch_for(loaded, SAMPLES, load.seq)
+        self.of = capture_short(loaded.model, batch)
+        self.known = {**batch, **self.of.named.traced.literals}
+        space = make_space(self.of, this_cluster(ranks), SAMPLES)
+        self.meshes = sorted({layer_mesh(m) for m in meshes(space)}, key=str)
+        self.limit = this_cluster(busy(ranks)).device.memory * SHARE
+
+    def job(self, mesh: Mesh, samples: int, outlined: bool = False) -> Job | None:
+        """A forward and backward of a microbatch of so many samples; None if a batch
+        has no such microbatches, or if they do not fit into memory. outlined: as it
+        would run; if it is not, its statements can be timed."""
+        most = self.of.batch // mesh.sample_ranks
+        if samples > self.load.samples or most % samples:
+            return None
+        plan = make_plan(mesh, microbatches=most // samples)
+        sizes = {axis: plan.size(axis) for axis in plan.axes}
+        whole = cut_layers(self.of.named, plan, ("",)).whole
+        local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
+        name = f"{str(mesh) or 'one rank'}, {samples} samples"
+        if bytes_of(local) > self.limit:
+            LOG.warning("%s does not fit here: its ops are not measured", name)
+            return None
+        return make_job(name, local, mesh, plan.microbatches, self.known, outlined)
+
+    def jobs(self) -> Iterator[Job]:
+        """Splits in every way in which plans split them, and at every size of a
+        microbatch that is a power of two."""
+        every = (self.job(mesh, n) for mesh in self.meshes for n in POWERS)
+        return (job for job in every if job is not None)
+
+
+def measure_backends(
+    layers: Layers, device: torch.device, told: Watch
+) -> dict[Mesh, BackendTimes]:
+    """Times both backends on one rank by itself, if Inductor can compile there, for
+    every way to split the layers: collectives part what could be compiled in one."""
     if missing := missing_compiler(device):
         told(f"functions are not compiled here: {missing} is not installed")
         return {}
-    job = alone(load)
-    tell(f"{job.name}, compiled by Inductor")
-    took = measure_compiled(job, device, load.repeats)
-    if took is None:
-        told(f"{job.name}: compiling takes too long to be measured")
-        return {}
-    eager, inductor = took
-    one, other = map(seconds, took)
-    told(f"{job.name}: as Python {one}, compiled by Inductor {other}")
-    share = run_job(alone(load, outlined=False), device, load.repeats).products
-    return {device.type: BackendTimes(eager, inductor, share * eager)}
+    backends = {}
+    for mesh in layers.meshes:
+        few = (n for n in reversed(POWERS) if n <= FEW)
+        fits = ((n, layers.job(mesh, n, outlined=True)) for n in few)
+        samples, job = next(((n, job) for n, job in fits if job), (0, None))
+        if job is None or (apart := layers.job(mesh, samples)) is None:
+            continue
+        tell(f"{job.name}, compiled by Inductor")
+        took = measure_compiled(job, device, COMPARED)
+        if took is None:
+            told(f"{job.name}: compiling takes too long to be measured")
+            break
+        share = run_job(apart, device, layers.load.repeats).as_they_are
+        eager, inductor = took
+        backends[mesh] = BackendTimes(eager, inductor, share * eager)
+        one, other = map(seconds, took)
+        told(f"{job.name}: as Python {one}, compiled by Inductor {other}")
+    return backends
 
 
-def alone(load: Workload, outlined: bool = True) -> Job:
-    """A forward and backward of few layers and samples on one rank, as it would run;
-    if it is not outlined, its statements can be timed."""
-    loaded = load_model(load.model, seed=load.seed, device="meta")
-    batch = batch_for(loaded, SAMPLES, load.seq)
-    of = capture_short(loaded.model, batch)
-    samples = min(load.samples, FEW)
-    plan = make_plan("", microbatches=max(1, of.batch // samples))
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
-    whole = cut_layers(of.named, plan, ("",)).whole
-    local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
-    known = {**batch, **of.named.traced.literals}
-    name = f"{samples} samples on one rank"
-    return make_job(name, local, plan.mesh, plan.microbatches, known, outlined)
+def measure_ops(
+    layers: Layers | None,
+    gains: Mapping[Mesh, float],
+    repeats: int,
+    device: torch.device,
+    told: Watch,
+) -> dict[str, Timed]:
+    """Ops of all jobs, signature -> the mean of the ranks that compute at once.
 
-
-def measure_ops(load: Workload, device: torch.device, told: Watch) -> dict[str, Timed]:
-    """Ops of all jobs, signature -> the mean of the ranks that compute at once."""
+    layers: on the first rank, if there is something to measure. gains: of what is
+    compiled, see `Timed.compiled`.
+    """
     samples: dict[str, list[Timed]] = defaultdict(list)
-    source = jobs(load, _world()) if load.model and _rank() == 0 else iter(())
+    source = layers.jobs() if layers else iter(())
     while job := _from_first(next(source, None)):
         tell(f"ops of {job.name}")
-        times = run_job(job, device, load.repeats) if _computes() else None
+        times = run_job(job, device, repeats) if _computes() else None
         for ran in _from_all(times):
             for key, timed in ran.timed.items() if ran else ():
-                samples[key].append(timed)
+                compiled = gains.get(job.mesh, 0.0)
+                samples[key].append(replace(timed, compiled=compiled))
         if times:
             told(f"{job.name}: {times}")
     return {
@@ -141,31 +189,6 @@ def _measure_update(device: torch.device) -> tuple[Point, ...]:
     measured = _from_all(measure_update(device) if _computes() else None)
     by_size = zip(*(points for points in measured if points), strict=True)
     return tuple((same[0][0], mean(s for _, s in same)) for same in by_size)
-
-
-def jobs(load: Workload, ranks: int) -> Iterator[Job]:
-    """A forward and backward of few layers, split in every way in which plans of so
-    many ranks split them, and at every size of a microbatch that is a power of two."""
-    loaded = load_model(load.model, seed=load.seed, device="meta")
-    batch = batch_for(loaded, SAMPLES, load.seq)
-    of = capture_short(loaded.model, batch)
-    known = {**batch, **of.named.traced.literals}
-    space = make_space(of, this_cluster(ranks), SAMPLES)
-    limit = this_cluster(busy(ranks)).device.memory * SHARE
-    for mesh in sorted({layer_mesh(m) for m in meshes(space)}, key=str):
-        most = of.batch // mesh.sample_ranks
-        for samples in (s for s in (1, 2, 4, 8, 16) if most % s == 0):
-            if samples > load.samples:
-                continue
-            plan = make_plan(mesh, microbatches=most // samples)
-            sizes = {axis: plan.size(axis) for axis in plan.axes}
-            whole = cut_layers(of.named, plan, ("",)).whole
-            local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
-            name = f"{str(mesh) or 'one rank'}, {samples} samples"
-            if bytes_of(local) <= limit:
-                yield make_job(name, local, mesh, plan.microbatches, known)
-            else:
-                LOG.warning("%s does not fit here: its ops are not measured", name)
 
 
 def bytes_of(local: LocalStage) -> int:
