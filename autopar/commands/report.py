@@ -27,7 +27,10 @@ def add(add: Any) -> None:
         "plan", type=path, nargs="+", help="a directory, planned, compiled or run in"
     )
     add.add_argument(
-        *("-o", "--output"), type=path, metavar="FILE", help="(default: PLAN.html)"
+        *("-o", "--output"),
+        type=path,
+        metavar="FILE",
+        help="the page (default: PLAN.html)",
     )
     add.add_argument(
         "--log",

@@ -33,7 +33,7 @@ def add_nodes(add: argparse.ArgumentParser) -> None:
         "--ranks-per-node",
         type=number("ranks_per_node"),
         metavar="N",
-        help="(default: the GPUs of a node, or 1 without GPUs)",
+        help="of each of them (default: its GPUs, or 1 without GPUs)",
     )
 
 

@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.machine.machine import machine_text
+from autopar.passes.decode import decode, parse_json
 from autopar.passes.errors import AutoparError
 from autopar.passes.price.measured import Messages, Ops, Point, Timed
+from autopar.passes.ranges import shown
 from autopar.terminal import command
 
 FORMAT = 1
@@ -173,15 +174,19 @@ def save_profile(more: Profile, path: Path | None = None) -> Path:
 
 def _profiles(path: Path) -> dict[str, Profile]:
     """Reads the profiles of all machines in a file. Raises: OSError, ProfileError."""
-    data = path.read_bytes()
+    content = path.read_bytes()
     fix = "delete it, and measure again: autopar profile MODEL --ranks N"
     try:
-        data = json.loads(data)
-        if data["format"] != FORMAT:
+        data = parse_json(content.decode(), "the file", _Damaged)
+        if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
             raise ProfileError(f"'{path}' is not of format {FORMAT}", fix=fix)
-        return {name: _profile(entry) for name, entry in data["machines"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ProfileError(f"the profile '{path}' is damaged", fix=fix) from None
+        written: _File = decode(_File, data, "the file", _Damaged)
+        return {name: entry.profile for name, entry in written.machines.items()}
+    except (UnicodeError, _Damaged) as error:
+        problem = error.message if isinstance(error, _Damaged) else "it is no text"
+        raise ProfileError(
+            f"the profile '{path}' is damaged: {problem}", fix=fix
+        ) from None
 
 
 def profile_data(profile: Profile) -> dict[str, Any]:
@@ -208,59 +213,87 @@ def profile_data(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _profile(data: Any) -> Profile:
-    """Reads `profile_data`. Raises: ValueError, TypeError, KeyError, AttributeError."""
-    ops = {
-        int(busy): Ops(
-            {key: _timed(row) for key, row in entry["timed"].items()},
-            _points(entry["update"]) if entry["update"] else (),
-        )
-        for busy, entry in data["ops"].items()
-    }
-    # Profiles of before have none of these.
-    skew, wakeup = data.get("skew", {}), data.get("wakeup", {})
-    messages = {
-        int(ranks): Messages(
-            {
-                (str(kind), int(size), int(stride)): _points(points)
-                for kind, size, stride, points in rows
-            },
-            {
-                (int(size), int(stride)): late
-                for size, stride, late in (_numbers(r, 3) for r in skew.get(ranks, []))
-            },
-            *_numbers([wakeup.get(ranks, 0.0)], 1),
-        )
-        for ranks, rows in data["messages"].items()
-    }
-    entry = data.get("alone", {})  # profiles of before have other seconds
-    alone = {key: _timed(row) for key, row in entry.items()}
-    entry = data.get("backends", {})  # profiles of before have none
-    backends = {
-        str(kind): BackendTimes(*_numbers(row, max(2, min(3, len(row)))))
-        for kind, row in entry.items()
-    }
-    return Profile(ops, messages, alone, backends)
+# --- what is in the file, as `passes.decode` reads it ---------------------------------
+
+Rows = Mapping[str, tuple[float, ...]]  # some are shorter in profiles of before
 
 
-def _timed(row: Any) -> Timed:
-    """Profiles of before do not say what is compiled."""
-    return Timed(*_numbers(row, max(3, min(4, len(row)))))
+class _Damaged(AutoparError):
+    """What a file has is no profile."""
 
 
-def _points(rows: list[Any]) -> tuple[Point, ...]:
-    """Raises ValueError, unless bytes ascend and all is above 0."""
-    points = [(_numbers(row, 2)[0], row[1]) for row in rows]
-    ascending = all(a < b for (a, _), (b, _) in pairwise(points))
-    if not points or not ascending or min(map(min, points)) <= 0:
-        raise ValueError(f"{rows!r} are no points")
-    return tuple(points)
+@dataclass(frozen=True)
+class _Ops:
+    timed: Rows
+    update: tuple[Point, ...]
 
 
-def _numbers(row: Any, count: int) -> list[float]:
-    """Raises ValueError for anything but so many numbers that are not negative."""
-    if not isinstance(row, list) or len(row) != count:
-        raise ValueError(f"{row!r} are not {count} numbers")
-    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in row):
-        raise ValueError(f"{row!r} are no amounts")
-    return row
+@dataclass(frozen=True)
+class _Machine:
+    """Profiles of before have no more than ops and messages."""
+
+    ops: Mapping[str, _Ops]
+    messages: Mapping[str, tuple[tuple[str, int, int, tuple[Point, ...]], ...]]
+    skew: Mapping[str, tuple[tuple[int, int, float], ...]] = field(default_factory=dict)
+    wakeup: Mapping[str, float] = field(default_factory=dict)
+    alone: Rows = field(default_factory=dict)
+    backends: Rows = field(default_factory=dict)
+
+    @property
+    def profile(self) -> Profile:
+        ops = {
+            _number(busy): Ops(_timed(entry.timed), _ascending(entry.update))
+            for busy, entry in self.ops.items()
+        }
+        messages = {
+            _number(ranks): Messages(
+                {
+                    (kind, size, stride): _ascending(points)
+                    for kind, size, stride, points in rows
+                },
+                {(n, s): _amount(late) for n, s, late in self.skew.get(ranks, ())},
+                _amount(self.wakeup.get(ranks, 0.0)),
+            )
+            for ranks, rows in self.messages.items()
+        }
+        backends = {
+            kind: BackendTimes(*_row(kind, row, range(2, 4)))
+            for kind, row in self.backends.items()
+        }
+        return Profile(ops, messages, _timed(self.alone), backends)
+
+
+@dataclass(frozen=True)
+class _File:
+    format: int
+    machines: Mapping[str, _Machine]
+
+
+def _timed(rows: Rows) -> dict[str, Timed]:
+    return {key: Timed(*_row(key, row, range(3, 5))) for key, row in rows.items()}
+
+
+def _row(name: str, row: Sequence[float], lengths: range) -> Sequence[float]:
+    if len(row) not in lengths:
+        raise _Damaged(f"'{name}' has {len(row)} numbers")
+    return [*map(_amount, row)]
+
+
+def _ascending(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """The points, each of which must have more bytes than the one before it."""
+    steps = [0.0, *(bytes for bytes, _ in points)]
+    if any(a >= b for a, b in pairwise(steps)) or any(s <= 0 for _, s in points):
+        raise _Damaged(f"no amounts of bytes that ascend: {shown(list(points))}")
+    return points
+
+
+def _amount(number: float) -> float:
+    if number < 0:
+        raise _Damaged(f"{number} is no amount")
+    return number
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise _Damaged(f"'{text}' is no number of ranks")
+    return int(text)

@@ -102,7 +102,7 @@ def stages_table(record: PlanRecord) -> Table:
         alike.setdefault(row, []).append(i)
     return Table(
         "one microbatch on each stage",
-        ("stage", "layers", "F", "B (or I)", "W", "of it waiting", "send", "residuals"),
+        ("stage", "layers", "F", "B (or I)", "W", "exposed", "send", "residuals"),
         tuple((ranges(those), *row) for row, those in alike.items()),
     )
 
