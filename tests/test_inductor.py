@@ -100,7 +100,8 @@ def test_plain_kernels_compute_what_the_kernels_do():
     x, m = torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(3)
     calls = {
         "sum_exp": (x, m),
-        "sum_exp_backward": (torch.randn(3), x, m),
+        "sum_exp_backward": (x, torch.randn(3), m),
+        "sum_exp_backward_": (x, torch.randn(3), m),
         "bias_grad_": (torch.zeros(5), torch.randn(2, 3, 5)),
     }
     for name, args in calls.items():

@@ -20,6 +20,7 @@ from autopar.runtime.kernels import (
     sdpa,
     sum_exp,
     sum_exp_backward,
+    sum_exp_backward_,
 )
 from autopar.runtime.kernels.experts import expert_linear, expert_weight_grad_
 
@@ -203,7 +204,11 @@ def test_sum_exp(shape, dtype):
     dy = torch.randn_like(expected)
     expected.backward(dy)
     assert_close(sum_exp(x.detach(), m), expected.detach())
-    assert_close(sum_exp_backward(dy, x.detach(), m), x.grad)
+    assert_close(sum_exp_backward(x.detach(), dy, m), x.grad)
+    apart = torch.stack([x.detach()] * 2, -1)[..., 0]  # rows that lie in no one piece
+    for own in (x.detach().clone(), apart):
+        assert sum_exp_backward_(own, dy, m) is own
+        assert_close(own, x.grad)
 
 
 def test_sum_exp_computes_in_the_wider_dtype():
@@ -211,7 +216,7 @@ def test_sum_exp_computes_in_the_wider_dtype():
     m = x.float().amax(-1)
     expected = (x.float() - m[:, None]).exp()
     assert_close(sum_exp(x, m), expected.sum(-1))
-    dx = sum_exp_backward(torch.full((4,), 2.0), x, m)
+    dx = sum_exp_backward(x, torch.full((4,), 2.0), m)
     assert torch.equal(dx, (2 * expected).bfloat16())
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch.nn.functional as F
+from cases import Case
 from graphs import calls, lines, nodes_of
+from models import Stack, token_batch
+from torch import Tensor, nn
 
-from autopar.passes.stage.reuse import find_owners, reuse
+from autopar.compiler import compile_offline
+from autopar.options import make_plan
+from autopar.passes.stage.reuse import find_owners, kept_alone, reuse
 
 SOURCES = "input %x f32[4,8]\ninput %y f32[4,8]\n"
 
@@ -95,6 +101,67 @@ def test_an_all_reduce_of_a_dead_value_is_in_place() -> None:
     """
     assert "(%a, ['tp'], 'sum', inplace=True)" in reused(text, "b")
     assert "(%a, ['tp'], 'sum')" in reused(text, "a", "b")
+
+
+KEPT = """
+    f32[4,8] %a = gelu(%x)
+    f32[32] %seen = reshape(%a, [32])
+    f32[8] %row = sum.dim_IntList(%x, [0])
+    f32[4,8] %wide = expand(%row, [4, 8])
+    f32[4,8] %b = gelu(%y)
+    f32[32] %c = reshape(%b, [32])
+"""
+
+
+def test_what_is_kept_for_the_backward_alone_may_be_written_over_there() -> None:
+    nodes = nodes_of(SOURCES + KEPT)
+    made = {v.name: v for n in nodes for v in (*n.operands, *n.results)}
+
+    def alone(kept: str, handed: str = "") -> dict[str, str]:
+        values = ([made[name] for name in names.split()] for names in (kept, handed))
+        return kept_alone(nodes, *values)
+
+    assert alone("a seen x") == {"a": "a", "seen": "a"}
+    assert alone("a b", handed="seen") == {"b": "b"}
+    assert alone("row wide b") == {"b": "b"}
+
+
+def test_a_backward_writes_over_what_was_kept_for_it() -> None:
+    text = """
+        f32[4,8] %a = add.Tensor(%x, %y)
+        f32[4,8] %b = mul.Tensor(%x, %a)
+        f32[32] %c = reshape(%b, [32])
+    """
+    nodes = nodes_of(SOURCES + text)
+    own = {"x": "memory", "seen": "memory"}
+    assert calls(reuse(nodes, {"c"}, own)) == lines("""
+        %a = add.Tensor(%x, %y)
+        %b = mul_.Tensor(%x, %a)
+        %c = reshape(%b, [32])
+    """)
+    later = calls(reuse(nodes, {"c", "seen"}, own))
+    assert "mul_.Tensor(%a, %x)" in later  # not over what `seen` shows
+
+
+class LogitsToo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Stack(layers=1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner.head(self.inner.embed(input_ids))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("outputs", [(), ("logits",)])
+def test_logits_are_written_over_by_their_gradient_unless_others_have_them(
+    outputs: tuple[str, ...],
+) -> None:
+    of = Case(LogitsToo(), token_batch())
+    program = compile_offline(of.model, of.batch, make_plan("dp=2"), outputs=outputs)
+    (text,) = set(program.modules.values())
+    assert ("kernels.sum_exp_backward_(" in text) == (not outputs)
 
 
 def test_views_belong_to_what_they_show() -> None:

@@ -177,8 +177,15 @@ class Op:
     @property
     def op(self) -> str:
         """As in a node: `aten.add.Tensor`."""
-        own = not self.name.startswith("aten.")
-        return self.name if own else f"{self.name}.{self.form}"
+        return self._of(self.name)
+
+    @property
+    def op_in_place(self) -> str:
+        """Its form that writes over the first operand: `aten.add_.Tensor`."""
+        return self._of(f"{self.name}_")
+
+    def _of(self, name: str) -> str:
+        return f"{name}.{self.form}" if name.startswith("aten.") else name
 
 
 OPS: dict[str, Op] = {}

@@ -86,7 +86,7 @@ def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
 def d_sum_exp(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     x, largest = node.args
     op = "autopar.sum_exp_backward"
-    return [cts.emit(op, x, node, dys[0], x, largest), None]
+    return [cts.emit(op, x, node, x, dys[0], largest), None]
 
 
 OPS = (
@@ -223,5 +223,10 @@ OPS = (
         derivative=d_sum_exp,
         formula=sum_exp,
     ),
-    Op("autopar.sum_exp_backward", "dy x largest"),
+    Op(
+        "autopar.sum_exp_backward",
+        "x dy largest",
+        in_place="kernels.sum_exp_backward_",
+    ),
+    Op("autopar.sum_exp_backward_", "x dy largest"),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 
 from ..dims.name_dims import Dims
 from ..graph import Graph, InvalidGraph, Node, Value, values_in
@@ -49,11 +50,13 @@ def check_parts(
     graphs: Iterable[tuple[str, Graph]],
     readable: Mapping[str, Iterable[Value]],
     sums: Collection[str],
+    kept: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Checks each part alone, and that it reads only what is there when it runs.
 
     readable: for each part, values from outside. sums: names of those that parts may
     add to: the buffers of gradients, and cotangents that are received for one backward.
+    kept: what the backward may write over, see `passes.stage.reuse.kept_alone`.
     Raises: InvalidGraph.
     """
     for name, graph in graphs:
@@ -62,15 +65,22 @@ def check_parts(
         for v in graph.sources:
             if there.get(v.name) != v:
                 raise InvalidGraph(f"the {name} reads {v} {v.type}, which is not there")
-        check_writes(graph.nodes, sums)
+        check_writes(graph.nodes, sums, kept if name == "backward" else {})
 
 
-def check_writes(nodes: Sequence[Node], sums: Collection[str]) -> None:
-    """Checks that what is written over belongs to these nodes, or is a sum that they
-    may add to, and is not read by its old name. Raises: InvalidGraph.
+def check_writes(
+    nodes: Sequence[Node],
+    sums: Collection[str],
+    kept: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Checks that what is written over belongs to these nodes, or was kept for them
+    alone, or is a sum that they may add to, and is not read by its old name. Raises:
+    InvalidGraph.
     """
-    owners = find_owners(nodes, {name: name for name in sums})
+    owners = find_owners(nodes, {name: name for name in sums} | dict(kept))
     names: dict[str, set[str]] = {}  # memory -> the values in it so far
+    for name, memory in kept.items():
+        names.setdefault(memory, set()).add(name)
     gone: set[str] = set()
     for node in nodes:
         for v in node.operands:

@@ -33,7 +33,7 @@ from ..stage.overlap import (
     tell_ready,
 )
 from ..stage.recompute import recompute
-from ..stage.reuse import reuse
+from ..stage.reuse import kept_alone, reuse
 from ..stage.split_backward import find_dependent, split_backward
 from ..stage.split_stages import Stage
 from ..stage.write_backward import Writer
@@ -189,22 +189,26 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     returned = {v.name for v in (*joint.d_receives, *weight_residuals) if v}
     builder = Builder(set(joint.taken))
 
-    def early(nodes: list[Node], keep: Collection[str]) -> list[Node]:
+    def early(
+        nodes: list[Node], keep: Collection[str], entering: Mapping[str, str]
+    ) -> list[Node]:
         nodes = gather_ahead(nodes, standing, by_layer, builder)
         nodes = gather_runs(scatter_behind(nodes, keep, by_layer, builder))
-        return reuse(nodes, {*keep, *again_too})
+        return reuse(nodes, {*keep, *again_too}, entering)
 
     saved = {*ends, *(v.name for v in residuals)}
     ahead = gather_runs(gather_ahead(forward, standing, by_layer, builder))
-    parts = [early(backward, returned)]
-    parts += [early(weight_half, ())] if joint.halves else []
+    ahead = reuse(ahead, {*saved, *again_too})
+    own = kept_alone(ahead, residuals, filter(None, handed))
+    parts = [early(backward, returned, own)]
+    parts += [early(weight_half, (), {})] if joint.halves else []
     epilogue = scatter_behind(joint.epilogue, (), by_layer, builder)
     parts[-1], epilogue = _tell_ready(joint, parts, epilogue)
     return LocalStage(
         stage=stage,
         setup=joint.setup,
         prologue=tuple(pause_before_waits(joint.prologue)),
-        forward=tuple(reuse(ahead, {*saved, *again_too})),
+        forward=tuple(ahead),
         backward=tuple(add_together(parts[0])),
         weight_half=tuple(add_together(parts[1])) if joint.halves else None,
         epilogue=tuple(add_together(epilogue)),

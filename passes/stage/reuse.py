@@ -1,13 +1,13 @@
 """reuse: write a result over an operand that nobody reads any more.
 
 Elementwise ops and all-reduces then run in place: less memory at the peak, and no new
-pages to touch. An operand's memory is free to take if it was made here, is not part of
-what is kept, and no view of it is read later.
+pages to touch. An operand's memory is free to take if it was made here, or kept for
+nobody else, is not part of what is kept from here on, and no view of it is read later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -21,16 +21,21 @@ from ..shard.collectives import arrives_in_place
 # To add to an operand, and to several.
 ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"
 # Ops that have a form that writes over the first operand -> that form.
-IN_PLACE = {op.op: f"{op.name}_.{op.form}" for op in OPS.values() if op.in_place}
+IN_PLACE = {op.op: op.op_in_place for op in OPS.values() if op.in_place}
 WRITTEN_IN_PLACE = frozenset(IN_PLACE.values())
 
 
-def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
+def reuse(
+    nodes: Sequence[Node],
+    keep: Collection[str],
+    entering: Mapping[str, str] = MappingProxyType({}),
+) -> list[Node]:
     """Turn ops into their in-place form where an operand's memory is free.
 
-    keep: names of the values that live on after the last node.
+    keep: names of the values that live on after the last node. entering: as of
+    `kept_alone`, of values from before the first one.
     """
-    owner, spread = find_owners(nodes), _spread(nodes)
+    owner, spread = find_owners(nodes, entering), _spread(nodes)
     sharing: dict[str, list[str]] = {}
     for name, root in owner.items():
         sharing.setdefault(root, []).append(name)
@@ -55,6 +60,22 @@ def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
         sharing[taken] += joining
         last_read[taken] = max(last_read[taken], last_read.pop(root, i))
     return written
+
+
+def kept_alone(
+    nodes: Sequence[Node], kept: Iterable[Value], handed: Iterable[Value]
+) -> dict[str, str]:
+    """Value that nodes made and is kept for the backward -> the value whose memory it
+    may share, of those that the backward may write over.
+
+    kept: all that is. handed: what others have of these nodes: it stays as it is, as
+    does what lies elsewhere, or has one place in memory for several elements.
+    """
+    owner, spread, kept = find_owners(nodes), _spread(nodes), [*kept]
+    fixed = {owner.get(v.name) for v in handed}
+    fixed |= {owner.get(v.name) for v in kept if v.name in spread}
+    owned = {v.name: owner[v.name] for v in kept if v.name in owner}
+    return {name: root for name, root in owned.items() if root not in fixed}
 
 
 def find_owners(

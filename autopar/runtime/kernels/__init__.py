@@ -31,6 +31,7 @@ __all__ = [
     "matmul_weight_grad_",
     "sum_exp",
     "sum_exp_backward",
+    "sum_exp_backward_",
 ]
 
 Factor = tuple[int, Pieces]  # global extent, and what of it is here
@@ -196,9 +197,20 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     return total
 
 
-def sum_exp_backward(dy: Tensor, x: Tensor, m: Tensor) -> Tensor:
+def sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
     """Gradient of `sum_exp` for x: exp(x - m) * dy, [..., V], in one new buffer."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _sum_exp_backward(x, dy, m, dx)
+
+
+def sum_exp_backward_(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
+    """The same, written over x."""
+    if x.is_contiguous():
+        return _sum_exp_backward(x, dy, m, x)
+    return x.copy_(sum_exp_backward(x, dy, m))
+
+
+def _sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor, dx: Tensor) -> Tensor:
     for row, shift, factor, out in _row_blocks(x, m[..., None], dy[..., None], dx):
         torch.mul((row - shift).exp_(), factor, out=out)
     return dx

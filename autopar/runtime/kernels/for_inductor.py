@@ -22,10 +22,15 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     return (x - m[..., None]).exp().sum(-1)
 
 
-def sum_exp_backward(dy: Tensor, x: Tensor, m: Tensor) -> Tensor:
+def sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
     """As `autopar.runtime.kernels.sum_exp_backward`: gradient for x, in its dtype."""
     shifted = (x - m[..., None]).exp()
     return torch.mul(shifted, dy[..., None]).to(x.dtype)
+
+
+def sum_exp_backward_(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
+    """The same, written over x."""
+    return x.copy_(sum_exp_backward(x, dy, m))
 
 
 def bias_grad_(grad: Tensor, dy: Tensor) -> Tensor:
