@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
-from ..graph import Graph, Node, Value, bare
+from ..graph import Graph, Node, Value, bare, resolve
 from ..ops.arguments import arguments
 
 INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
@@ -73,15 +74,10 @@ class _Uses:
         return InputRange(role, low, high, () if self.strict else tuple(outside))
 
 
-# Ops whose result holds values of their first tensor, and no others.
+# Ops beside views whose result holds values of their first tensor, and no others.
 REARRANGES = {
-    "alias", "as_strided", "broadcast_to", "chunk", "clone", "contiguous", "detach",
-    "expand", "expand_as", "flatten", "flip", "index_select", "int", "lift_fresh_copy",
-    "long", "movedim", "narrow", "permute", "repeat", "repeat_interleave", "reshape",
-    "reshape_as", "roll", "select", "slice", "split", "split_with_sizes", "squeeze",
-    "t", "tensor_split", "transpose", "tril", "triu", "type_as", "unbind", "unflatten",
-    "unsqueeze", "unsafe_split", "view", "view_as", "_reshape_alias", "_to_copy",
-    "_unsafe_view", "to",
+    "clone", "flip", "index_select", "lift_fresh_copy", "repeat", "repeat_interleave",
+    "roll", "tril", "triu", "type_as", "unsafe_split", "_to_copy", "_unsafe_view",
 }  # fmt: skip
 # Those that put others in some places: the model's own, which it can look up.
 REPLACES = {
@@ -131,6 +127,19 @@ def _name(node: Node) -> str:
     return bare(node.op).rstrip("_")
 
 
+def _rearranges(node: Node) -> bool:
+    """Whether its results hold values of its first tensor alone, as views do."""
+    shows = node.op.startswith("aten.") and _shows_operand(node.op)
+    return shows or _name(node) in REARRANGES
+
+
+@cache
+def _shows_operand(op: str) -> bool:
+    """Whether a result is a view, by torch's schema."""
+    shown = (r.alias_info for r in resolve(op)._schema.returns)
+    return any(info is not None and not info.is_write for info in shown)
+
+
 def _arguments(node: Node) -> dict[str, Any]:
     """By the names of torch's schema; of our own ops, none."""
     return arguments(node) if node.op.startswith("aten.") else {}
@@ -144,7 +153,7 @@ def _moved(node: Node, origins: Mapping[str, set[_Origin]]) -> Iterator[_Origin]
     """The origins of what a node makes."""
     name = _name(node)
     to_bool = any(v.dtype is torch.bool for v in node.results)
-    if name in REARRANGES and node.operands:
+    if _rearranges(node) and node.operands:
         yield from (o for o in _of(node.operands[0], origins) if not to_bool)
     elif name in REPLACES and not to_bool and not _arguments(node).get("accumulate"):
         for value in node.operands:
@@ -187,7 +196,7 @@ def _note_uses(
         for o in _of(x, origins):
             uses[o.field].compared.add(IGNORED)
     if any(v.dtype is torch.bool for v in node.results):
-        moves = name in REARRANGES or name in (
+        moves = _rearranges(node) or name in (
             "logical_not",
             "logical_and",
             "logical_or",

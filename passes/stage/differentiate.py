@@ -104,7 +104,8 @@ def differentiate(
     """Localize a stage for the rank at `coords`, and write its backward.
 
     policies: layer -> what its backward computes again, see `recompute`.
-    zero: when parameters are gathered and their gradients scattered, see `rest`.
+    zero: when parameters are gathered and their gradients scattered, see
+    `passes.shard.parameter_sharding`.
     halves: whether the backward is split, see `split_backward`.
     scaled: whether the backward starts with the loss's scale instead of 1.
     """
