@@ -19,6 +19,7 @@
                split_backward                the halves that zero-bubble schedules want
                overlap                       parameters' collectives beside computing
                reuse                         results written over what nobody reads
+               outline, find_loops           equal runs as functions, layers as a loop
                emit                text      readable Python
     schedule   choose_schedule     Schedule  the one named, or one made for the costs;
                                              `schedule_stages` prices all stages for it
