@@ -9,7 +9,6 @@ is each once there are as many programs as are kept.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.eval_mode import differs_in_eval_mode, in_eval_mode
+from autopar.capture.weightless import without_weights
 from autopar.compiler import compile_offline
 from autopar.local_batches import DataRank, fields_of_samples
 from autopar.models.batches import samples_of
@@ -70,7 +70,7 @@ class OtherShapes:
         self._lacks = "another rank compiles"
         if first.comm.rank == 0:
             try:
-                self._model = without_weights(model)
+                self._model, self._loss_fn = without_weights(model, loss_fn)
             except Exception as error:  # whatever a model's own copying raises
                 self._lacks = f"copy.deepcopy(model): {type(error).__name__}: {error}"
 
@@ -316,15 +316,6 @@ def for_samples(plan: Plan, samples: int) -> Plan:
     if fitting == plan.microbatches:
         return plan
     return replace(plan, microbatches=fitting, order=())
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model with parameters on meta, and the same buffers."""
-    memo: dict[int, Any] = {id(b): b for b in model.buffers()}
-    for p in model.parameters():
-        meta = torch.empty_like(p, device="meta")
-        memo[id(p)] = nn.Parameter(meta, requires_grad=p.requires_grad)
-    return copy.deepcopy(model, memo)
 
 
 Key = tuple[tuple[tuple[str, tuple[int, ...]], ...], frozenset[str], bool]

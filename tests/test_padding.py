@@ -15,7 +15,7 @@ from torch import Tensor
 
 import autopar
 from autopar import other_shapes
-from autopar.other_shapes import without_weights
+from autopar.capture.weightless import without_weights
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.errors import BatchError
 from autopar.proof import padding
@@ -30,7 +30,8 @@ def fills_of(of: Case, dim: int) -> Fills:
     zeros = {name: torch.zeros_like(x) for name, x in of.batch.items()}
     dims = {(name, dim) for name in of.batch}
     program = of.compile("tp=1")
-    return find_fills(without_weights(of.model), program, zeros, dims, of.loss_fn)
+    model, loss_fn = without_weights(of.model, of.loss_fn)
+    return find_fills(model, program, zeros, dims, loss_fn)
 
 
 def step_of(of: Case, batch: Mapping[str, Any]) -> list[Tensor]:

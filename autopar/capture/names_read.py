@@ -96,7 +96,7 @@ class Names:
         """Notes what a function reads; returns the globals that are the user's."""
         called = []
         first = next(iter(function.__code__.co_varnames), None)
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             texts = set(_texts(code.co_consts))
             self.keys.update(code.co_freevars, texts)
             if not GETTERS.isdisjoint(code.co_names):
@@ -138,12 +138,12 @@ def _function(thing: Any) -> FunctionType | None:
     return thing if isinstance(thing, FunctionType) else None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes(code: CodeType) -> Iterator[CodeType]:
     """A function's code, and that of functions within it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
-            yield from _codes(value)
+            yield from codes(value)
 
 
 def _texts(value: Any) -> Iterator[str]:
