@@ -135,12 +135,23 @@ class Sharing(Averaged):
         super().step()
 
 
+class Failing(Sharing):
+    """Moves tensors first, and then needs what the backend does not have."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        raise RuntimeError("Work::getFuture not implemented")
+
+
 def test_one_that_moves_tensors_between_ranks_is_told() -> None:
     ps = [nn.Parameter(torch.randn(6, 4))]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = [exchanges(make(ps), ps) for make in (Averaged, Sharing)]
         assert found == [False, True]
+        assert exchanges(Failing(ps), ps)
+        with pytest.raises(Undecided, match="getFuture"):
+            reach_of(Failing(ps), ps)
         assert reach_of(Sharing(ps), ps) is Reach.ELEMENT
     finally:
         dist.destroy_process_group()

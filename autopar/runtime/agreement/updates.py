@@ -177,8 +177,16 @@ class Updates:
             "that leaves parameters whole: dp, without zero"
         )
         mine = [self.parameters[n] for n in cut or names]
+        apart = self.pipelined or (cut and optimizer not in self.whole)
         try:
-            reach, talks = reach_of(optimizer, mine), exchanges(optimizer, mine)
+            if apart and exchanges(optimizer, mine):
+                raise OptimizerError(
+                    f"{kind} moves tensors between ranks by itself, as if all had the "
+                    "same parameters, but they have different ones",
+                    fix="use its form for one device: gradients are summed over ranks "
+                    "before; or a mesh that leaves parameters whole: dp, without zero",
+                )
+            reach = reach_of(optimizer, mine)
         except Undecided as error:
             raise OptimizerError(
                 f"it could not be found out whether {kind} updates each element of a "
@@ -197,13 +205,6 @@ class Updates:
                 f"{list(part.shape)} this rank has {local}",
                 fix="let it have whole parameters while it updates them: "
                 f"step.gather_for(optimizer); or {fix}",
-            )
-        if talks and (self.pipelined or (cut and optimizer not in self.whole)):
-            raise OptimizerError(
-                f"{kind} moves tensors between ranks by itself, as if all had the same "
-                "parameters, but they have different ones",
-                fix="use its form for one device: gradients are summed over ranks "
-                "before; or a mesh that leaves parameters whole: dp, without zero",
             )
 
     # --- what ranks must have alike ------------------------------------------------

@@ -82,11 +82,16 @@ def reach_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Reach:
 
 def exchanges(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether it moves tensors between ranks by itself, as one that was written for
-    data parallel ranks does; tried as `reach_of` does. Raises: Undecided."""
+    data parallel ranks does; tried as `reach_of` does. Raises: Undecided, if the trial
+    fails before anything moves."""
     if type(optimizer) in KNOWN:
         return False
     with _Exchanges() as seen:
-        _tried(optimizer, parameters, _Trial.run)
+        try:
+            _tried(optimizer, parameters, _Trial.run)
+        except Undecided:
+            if not seen.any:
+                raise
     return seen.any
 
 
