@@ -119,3 +119,18 @@ def test_other_shapes_and_evaluation_compute_the_loss(way: str) -> None:
         of.model(**batch)
         torch.testing.assert_close(loss, of.model.last_loss)
         torch.testing.assert_close(evaluated, of.model.last_loss)
+
+
+def test_what_cannot_be_captured_again_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    of = Case(randomize(Leaves()), token_batch()).double()
+    far = [Trainer(of.model)]  # found by no look at what the function reads
+
+    def loss_fn(out: Any, batch: Any) -> Any:
+        return far[0].model.last_loss
+
+    step = Case(of.model, of.batch, loss_fn).step()
+    loss = step(**of.batch)
+    torch.testing.assert_close(step.evaluate(**of.batch), loss)
+    assert "the model computes in train mode is refused" in caplog.text

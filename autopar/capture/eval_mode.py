@@ -43,14 +43,17 @@ def differs_in_eval_mode(
     dropout. Where that is refused, a warning says so, and it does not."""
     if not any(module.training for module in model.modules()):
         return False
-    trained = _without_dropout(capture_model(model, batch, loss_fn, lowering).graph)
+    mode = "train"
     try:
+        trained = _without_dropout(capture_model(model, batch, loss_fn, lowering).graph)
+        mode = "eval"
         with in_eval_mode(model):
             evaluated = capture_model(model, batch, loss_fn, lowering).graph
     except AutoparError as error:
         LOG.warning(
-            "evaluating is a step without dropout: what the model computes in eval "
+            "evaluating is a step without dropout: what the model computes in %s "
             "mode is refused: %s",
+            mode,
             error.message,
         )
         return False
