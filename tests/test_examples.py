@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,35 @@ from autopar.options import make_plan
 
 EXAMPLES = ROOT / "examples"
 CURVE = re.compile(r"step (\d+): loss (\S+)")
+
+
+BENCHMARKS = EXAMPLES / "benchmarks"
+
+
+def started() -> list[str]:
+    """The benchmarks that some page, or their own, starts as a script."""
+    pages = [*BENCHMARKS.glob("*.*"), *(EXAMPLES / "guides").glob("*.md")]
+    texts = [
+        page.read_text(encoding="utf-8") for page in pages if page.suffix != ".svg"
+    ]
+    named = re.findall(r"examples/benchmarks/(\w+)\.py", "\n".join(texts))
+    return sorted({*named})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", started())
+def test_a_benchmark_starts_as_its_page_says(name: str, tmp_path: Path) -> None:
+    script = str(BENCHMARKS / f"{name}.py")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
 
 
 def curve(said: str) -> dict[int, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,17 +25,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import autopar
-from autopar.passes.nested import tensors
-from autopar.passes.price.cluster import PLAIN
-from autopar.proof.ranks import local_parameters
-from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute import code_cache
-from autopar.runtime.execute.code_cache import CodeCache, Compiled
-from autopar.runtime.execute.executor import Executor
-from autopar.runtime.execute.inductor import CompiledFunction
-from examples.gpt import GPT, Block, Config
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the examples are found from any directory
+
+import autopar  # noqa: E402
+from autopar.passes.nested import tensors  # noqa: E402
+from autopar.passes.price.cluster import PLAIN  # noqa: E402
+from autopar.proof.ranks import local_parameters  # noqa: E402
+from autopar.runtime.comm.comm import Comm  # noqa: E402
+from autopar.runtime.comm.virtual import run_virtual  # noqa: E402
+from autopar.runtime.execute import code_cache  # noqa: E402
+from autopar.runtime.execute.code_cache import CodeCache, Compiled  # noqa: E402
+from autopar.runtime.execute.executor import Executor  # noqa: E402
+from autopar.runtime.execute.inductor import CompiledFunction  # noqa: E402
+from examples.gpt import GPT, Block, Config  # noqa: E402
 
 
 @dataclass
