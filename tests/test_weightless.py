@@ -121,6 +121,7 @@ def test_other_shapes_and_evaluation_compute_the_loss(way: str) -> None:
         torch.testing.assert_close(evaluated, of.model.last_loss)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_again_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
