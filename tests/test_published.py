@@ -65,7 +65,7 @@ def test_zero_needs_what_every_published_row_says() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_hardware_predicts_steps() -> None:
-    """With nothing fitted to these runs, as `autopar plan` prices."""
+    """With nothing fitted to these runs, in the benchmark's own sum of parts."""
     runs = megatron.megatron_runs()
     errors = [abs(run.by_the_table() / run.seconds - 1) for run in runs]
     assert len(errors) == 10
