@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -18,8 +17,7 @@ from plans import BATCH, CONFIG, model_file, small_program
 from processes import ENVIRONMENT, output_of, rank_process, torchrun
 
 import autopar
-from autopar.cli import main, parser
-from autopar.commands.parser import Formatter
+from autopar.cli import main
 from autopar.commands.run import check_devices
 from autopar.passes.mesh import MeshError
 from autopar.plans.store import load_plan, save_plan
@@ -48,22 +46,6 @@ def single(tmp_path: Path) -> str:
 
 def out(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
-
-
-def test_every_flag_says_what_it_is_and_what_holds_without_it() -> None:
-    whole = parser()
-    (commands,) = (a.choices for a in whole._actions if isinstance(a.choices, dict))
-    flags = {
-        f"{name} {action.option_strings[-1]}": action
-        for name, command in commands.items()
-        for action in command.complete()._actions
-        if action.option_strings and action.default != argparse.SUPPRESS
-    }
-    assert len(flags) > 100
-    for flag, action in flags.items():
-        told = Formatter("")._get_help_string(action)
-        assert told.partition("(default")[0].strip(), f"{flag} has no help"
-        assert action.required or "default: " in told, flag
 
 
 @pytest.mark.slow

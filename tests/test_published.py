@@ -73,6 +73,16 @@ def test_the_table_of_hardware_predicts_steps() -> None:
 
 
 @pytest.mark.slow
+def test_what_autopar_plan_says_of_steps_gets_no_worse() -> None:
+    """All too fast: farther off than the benchmark's own sum, which adds a second
+    forward, messages that are waited for and updates in 32 bits."""
+    runs = megatron.megatron_runs()
+    planned = choices.as_planned("sc21_table1")
+    errors = [e.seconds / run.seconds - 1 for e, run in zip(planned, runs, strict=True)]
+    assert -0.13 < median(errors) < 0 and -0.18 < min(errors), errors
+
+
+@pytest.mark.slow
 def test_steps_and_peaks_of_pipelines_are_as_published() -> None:
     """With nothing fitted to them, as `autopar plan` prices."""
     seconds = {

@@ -39,7 +39,7 @@ def without_weights(
 
 def _reading(of: Any, copies: Mapping[int, Any], known: dict[int, Any]) -> Any:
     """What reads copies in place of what it read: a function, a method, a partial, or
-    an object that has one of these or a copied module; itself if it reads none.
+    an object with a copied module among its attributes; itself if it reads none.
 
     copies: id of a module -> its copy. known: id -> what was made of it already.
     """

@@ -14,7 +14,7 @@ collective, ranks of a group, and how far apart they are. skew: the same, and wh
 wait for the last of them after a second of computing. wakeup: what it takes until who
 waits for a message goes on, while all others compute. alone: ops by themselves,
 by which stages are cut. backends: seconds of a few layers, by the kind of device, and
-those of products among them, which compiled functions call as they are.
+those of products and collectives among them, which are called as they are.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.search.search import run_on_paper
-from autopar.planner.planner import find_plans, make_prices
+from autopar.planner.planner import ShortModel, find_plans, make_prices
 from examples.benchmarks import published_memory as pipelines
 from examples.benchmarks.published_models import Row, gpt, read
 from examples.benchmarks.published_others import candidate_of
@@ -40,6 +40,10 @@ class Task:
         levels = [replace(level, bytes_per_second=self.network) for level in outside]
         return replace(cluster, levels=(inside, *levels))
 
+    @property
+    def model(self) -> ShortModel:
+        return gpt(*self.sizes, attention=self.attention, precision="bf16-stream")
+
     def __str__(self) -> str:
         tokens = f"{self.batch} x {self.sizes[-1]} tokens"
         return f"{self.name} on {self.devices}, {tokens}"
@@ -64,10 +68,16 @@ def tasks(table: str) -> dict[Task, list[Candidate]]:
     return candidates
 
 
+def as_planned(table: str) -> Iterator[Estimate]:
+    """What ran, row by row, at the price that `autopar plan` gives."""
+    for task, candidate in map(_task, _rows(table)):
+        prices = make_prices(task.model, task.cluster)
+        yield run_on_paper(candidate, prices, task.cluster)
+
+
 def choose(task: Task, plans: Sequence[Candidate]) -> Choice:
     """Our plan for it."""
-    sizes, cluster = task.sizes, task.cluster
-    of = gpt(*sizes, attention=task.attention, precision="bf16-stream")
+    cluster, of = task.cluster, task.model
     prices = make_prices(of, cluster)
     tried = [run_on_paper(plan, prices, cluster) for plan in plans]
     fitting = [e for e in tried if e.peak <= cluster.device.memory]

@@ -71,8 +71,9 @@ class Run:
         return self._seconds(constants.of(self.cluster))
 
     def by_the_table(self) -> float:
-        """The same as `autopar plan` prices it, with nothing fitted to these runs, on
-        the network that they had."""
+        """The same with nothing fitted to these runs, by the table of hardware and on
+        the network that they had; in this file's sum of parts, which is not the price
+        that `autopar plan` gives."""
         table, network = cluster_of(str(self.cluster)), self.cluster.levels[1:]
         return self._seconds(replace(table, levels=(table.levels[0], *network)))
 
