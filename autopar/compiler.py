@@ -48,6 +48,8 @@ def compile_offline(
     Raises: AutoparError.
     """
     watch, devices = watch_from_environment(), cluster or this_machine
+    if cluster is not None:
+        cluster.check_holds(plan.mesh)
     traced = capture_model(model, batch, loss_fn, plan.lowering, outputs)
     try:
         program = compile_program(traced, plan, devices, watch)

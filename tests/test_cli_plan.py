@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from models import plain_gpt
-from plans import BATCH, model_file
+from plans import BATCH, model_file, tiny_file
 from processes import torchrun
 
 from autopar.cli import main
@@ -50,6 +50,28 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --- what is found, as a file --------------------------------------------------------
+
+
+def test_what_full_recomputation_leaves_out_is_told(tmp_path: Path, capsys) -> None:
+    spec, plan = tiny_file(tmp_path, 4, 32, 4, 16, 64), str(tmp_path / "plan")
+    asked = ["--devices", "1xA100-80GB", "--global-batch", "8", "--recompute", "full"]
+    assert main(["plan", spec, *asked, "-o", plan]) == 0
+    assert "with whole layers" in capsys.readouterr().out
+    assert main(["explain", plan]) == 0
+    assert "with whole layers" in capsys.readouterr().out
+    (best, *_) = read_record(Path(plan)).best
+    assert best.whole_layers and best.whole_layers > best.seconds
+    assert main(["plan", spec, *asked[:-1], "none", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["whole_layers"] is None
+
+
+def test_a_plan_is_priced_as_its_backend_runs(tmp_path: Path, capsys) -> None:
+    spec, took = model_file(tmp_path), {}
+    for backend in "eager", "inductor":
+        asked = ["--devices", "1xA100-80GB", "--global-batch", "8", "--json"]
+        assert main(["plan", spec, *asked, "--backend", backend]) == 0
+        took[backend] = json.loads(capsys.readouterr().out)[0]["seconds"]
+    assert took["inductor"] < took["eager"]
 
 
 @pytest.mark.slow

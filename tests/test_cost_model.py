@@ -125,7 +125,8 @@ def same_by_all(
     assert [m.total for m in program.memory] == pytest.approx(
         [sum(terms.values()) for terms in compiled.memory]
     )
-    inspected = report_data(program)
+    inspected = report_data(program, devices)
+    assert inspected["schedule"]["seconds"] == pytest.approx(compiled.seconds), told
     for row, stage in zip(inspected["stages"], compiled.stages, strict=True):
         assert row["seconds"] == pytest.approx(stage.total, rel=1e-9), told
     read = read_program(program.to_json(), program.plan, program.modules)

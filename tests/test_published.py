@@ -73,13 +73,16 @@ def test_the_table_of_hardware_predicts_steps() -> None:
 
 
 @pytest.mark.slow
-def test_what_autopar_plan_says_of_steps_gets_no_worse() -> None:
-    """All too fast: farther off than the benchmark's own sum, which adds a second
-    forward, messages that are waited for and updates in 32 bits."""
-    runs = megatron.megatron_runs()
-    planned = choices.as_planned("sc21_table1")
-    errors = [e.seconds / run.seconds - 1 for e, run in zip(planned, runs, strict=True)]
-    assert -0.13 < median(errors) < 0 and min(errors) > -0.18, errors
+def test_what_autopar_plan_says_of_steps_is_as_published() -> None:
+    """Megatron-LM runs whole layers again, which a plan is priced with beside: our own
+    steps, which leave out a product, are faster by as much."""
+    tables = "sc21_table1", "zero_bubble"
+    planned = [run for table in tables for run in choices.as_planned(table)]
+    assert len(planned) == 28
+    errors = [abs(run.error) for run in planned]
+    assert median(errors) < 0.06 and max(errors) < 0.15, errors
+    again = [run.error_of_whole_layers for run in planned[:10]]
+    assert median(map(abs, again)) < 0.04 and max(map(abs, again)) < 0.08, again
 
 
 @pytest.mark.slow

@@ -208,6 +208,17 @@ def test_simulate_prints_and_writes_a_trace(tmp_path: Path, capsys) -> None:
     assert json.loads(capsys.readouterr().out) == fast
     assert main(["simulate", plan]) == 0
     assert "priced for 4xA100-80GB" in capsys.readouterr().out
+    # And it is told to take as long.
+    assert main(["inspect", plan, "--json"]) == 0
+    inspected = json.loads(capsys.readouterr().out)["schedule"]
+    assert inspected["seconds"] == pytest.approx(fast["seconds"])
+    assert inspected["bubble"] == pytest.approx(fast["bubble"])
+    assert main(["inspect", plan]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a step on 4xA100-80GB" in text and "by the table of hardware" in text
+    few = ["--mesh", "pp=2,tp=2", "--devices", "2xH100", "-o", plan]
+    assert main(["compile", spec, *few]) == 2
+    assert "the plan is for 4 devices, but 2xH100 has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,10 @@ def compile_command(arguments: argparse.Namespace) -> int:
             program, arguments.output, arguments.model, arguments.seed, record, others
         )
     if arguments.json:
-        print(json.dumps(report_data(program), indent=1))
+        print(json.dumps(report_data(program, others), indent=1))
         return 0
-    print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
-    if others:
-        print(f"seconds are those of {others}, as the planner prices them")
+    drawn = schedule_text(program, others)
+    print(stage_table(program), drawn, sep="\n\n", end="\n\n")
     for note in program.remarks:
         print(wrap(f"note: {note}"))
     print(program.proof or "not proved")

@@ -44,7 +44,8 @@ def inspect_command(arguments: argparse.Namespace) -> int:
         text = listing(stored.program, arguments.rank, arguments.stage)
         print(json.dumps({"text": text}) if arguments.json else text)
     elif arguments.json:
-        print(json.dumps(report_data(stored.program), indent=1))
+        print(json.dumps(report_data(stored.program, stored.cluster), indent=1))
     else:
-        print(f"{stored.model_spec}\n\n{report(stored.program, arguments.all)}")
+        text = report(stored.program, arguments.all, stored.cluster)
+        print(f"{stored.model_spec}\n\n{text}")
     return 0

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.commands.arguments import (
@@ -36,10 +37,10 @@ from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.plans import plans_table, precision_notes
 from autopar.terminal import command
 
-# Those of a whole run; what a device has is said with the devices, and nothing is run.
+# Those of a whole run; what memory a device has is told with the devices.
 DECISIONS = (
     *options_of(SEARCHED),
-    *(name for name in options_of(OF_ALL) if name not in ("memory", "backend")),
+    *(name for name in options_of(OF_ALL) if name != "memory"),
 )
 
 
@@ -69,14 +70,14 @@ def add(add: Any) -> None:
     add_json(add)
 
 
-def add_decisions(add: Any) -> None:
-    """Add the flags of what a search may find, or be given."""
+def add_decisions(add: Any, names: Sequence[str] = DECISIONS) -> None:
+    """Add the flags of what a search may find, or be given. names: of `DECISIONS`."""
     add.add_argument(
         "--mesh",
         type=text,
         help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"',
     )
-    add_options(add, DECISIONS, left_out="searched for")
+    add_options(add, names, left_out="searched for")
 
 
 def read_request(arguments: argparse.Namespace, cluster: Cluster) -> PlanRequest:

@@ -37,10 +37,12 @@ from autopar.units import size
 
 PLANS = Path("plans")
 SAMPLES = 8  # of a step at least, and two for each device, where nobody says how many
+# A plan may be run by another backend than it was made for.
+DECIDED = tuple(name for name in DECISIONS if name != "backend")
 # Flags that decide on a plan; a plan that is there has decided.
 DECIDING = (
     *("devices", "cluster", "memory", "profile", "global_batch", "seq", "mesh"),
-    *(*DECISIONS, "plans"),
+    *(*DECIDED, "plans"),
 )
 
 
@@ -50,7 +52,7 @@ def add_planning(add: argparse.ArgumentParser) -> None:
     add_devices(group, required=False)
     usual = f"those of the model's own batch, else two a device, at least {SAMPLES}"
     add_batch_sizes(group, usual)
-    add_decisions(group)
+    add_decisions(group, DECIDED)
     group.add_argument(
         "--plans",
         type=path,

@@ -27,7 +27,8 @@ def measure_device(
     """A device as it is measured, in a second or two.
 
     memory: bytes. width: of square products. copied: bytes. dispatch: seconds of the
-    host for each op. Peaks are what products reach, so efficiencies are 1.
+    host for each op. Peaks are what products reach, so efficiencies are 1. A GPU's
+    functions are compiled, see `autopar.machine.backend`.
     """
     flops = {
         str(dtype).removeprefix("torch."): 2 * width**3 / _product(width, dtype, device)
@@ -43,7 +44,10 @@ def measure_device(
     x = torch.ones(copied, dtype=torch.uint8, device=device)
     # A copy reads and writes.
     bandwidth = 2 * copied / _seconds(lambda: x.clone(), device)
-    return Device(name, memory, bandwidth, flops, 1.0, 1.0, dispatch=dispatch)
+    fused = device.type == "cuda"
+    return Device(
+        name, memory, bandwidth, flops, 1.0, 1.0, fused=fused, dispatch=dispatch
+    )
 
 
 def _product(width: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -12,6 +12,7 @@ from autopar.passes.errors import LossNotSeparable
 from autopar.passes.price.cluster import Cluster, ClusterError
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.symbolic import activation_bytes, parameters, step_flops
+from autopar.passes.search.recompute_whole import with_whole_layers
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
@@ -75,7 +76,8 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
 
     def priced(at_once: bool) -> tuple[Estimate, ...]:
         prices = make_prices(of, cluster, at_once)
-        return tuple(run_on_paper(candidate, prices, cluster) for candidate in plain)
+        first, *others = (run_on_paper(c, prices, cluster) for c in plain)
+        return with_whole_layers(first, prices, cluster), *others
 
     try:
         best = priced(at_once=False)

@@ -21,7 +21,7 @@ from autopar.passes.price.estimate import Estimate, estimate
 from autopar.passes.price.price_layers import cut_layers, price_cut
 from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
-from autopar.passes.search.search import Ranking, simplest_first, stages_of
+from autopar.passes.search.search import Ranking, simplest_first
 from autopar.planner.planner import ShortModel, plan_of, shard_ops
 from autopar.progress import tell
 
@@ -112,5 +112,4 @@ def _priced(
     cut = cut_layers(named, plan, whole.starts)
     halves = candidate.halves
     prices = price_cut(cut, candidate.recompute, cluster.device, halves)
-    accounts = stages_of(candidate.layers, prices)
-    return estimate(accounts, candidate, cluster)
+    return estimate(prices.stages(candidate.layers), candidate, cluster)

@@ -142,6 +142,7 @@ def estimate_data(e: Estimate) -> dict[str, Any]:
         "flops": e.flops,
         "stages": [asdict(stage) for stage in e.stages],
         "once": [dict(terms) for terms in e.once],
+        "whole_layers": e.whole_layers,
         "sources": {kind: dict(shares) for kind, shares in e.sources.items()},
     }
 

@@ -9,6 +9,7 @@ from autopar.machine.measured_cluster import how_priced
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.search.candidates import ALIKE
 from autopar.plans.plan_record import PlanRecord, estimate_data
+from autopar.reports.plans import recomputed
 from autopar.reports.tables import Table, ranges
 from autopar.units import count, seconds
 
@@ -59,6 +60,7 @@ def seconds_table(record: PlanRecord) -> Table:
             f"{best.utilisation(record.cluster):.1%} of the devices' peak are the "
             "model's own operations (MFU).",
             how_priced(best, record.cluster),
+            *recomputed(best),
         ),
     )
 

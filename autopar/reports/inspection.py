@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 
+from autopar.machine.measured_cluster import how_priced, known_cluster
 from autopar.passes.capture.mixed_precision import Stream
 from autopar.passes.graph_text import DTYPES
 from autopar.passes.mesh import PIPELINE
-from autopar.passes.price.estimate import run_schedule
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.compiled_cost import estimate_program
 from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.footprint import COMMUNICATION_PARTS, Communication
-from autopar.passes.schedule.simulate_schedule import Timeline, grid
+from autopar.passes.schedule.simulate_schedule import grid
 from autopar.reports.memory_table import memory_table
 from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern
 from autopar.reports.sharing import share_table, shares
+from autopar.reports.simulation import simulate_program
 from autopar.reports.tables import Table, ranges
 from autopar.runtime.execute.emitted import Message, Messages, sends_of
 from autopar.runtime.parameters.shards import local_shape
@@ -223,15 +226,17 @@ def _reductions(program: Program, stage: int) -> list[Communication]:
 # --- schedule ------------------------------------------------------------------------
 
 
-def timeline(program: Program) -> Timeline:
-    """The schedule run on paper, with the estimated seconds of the stages."""
-    return run_schedule(program.schedule, [stage.took for stage in program.stages])
+def devices_of(program: Program, cluster: Cluster | None = None) -> Cluster:
+    """Whose links carry messages: those by which it was cut, else this machine's."""
+    return cluster or known_cluster(program.mesh.size)
 
 
-def schedule_text(program: Program) -> str:
-    """The grid of the schedule, its bubble, and the microbatches in flight."""
-    schedule, expected = program.schedule, timeline(program)
-    flight = " ".join(map(str, expected.in_flight))
+def schedule_text(program: Program, cluster: Cluster | None = None) -> str:
+    """The grid of the schedule, the step on paper, and the microbatches in flight.
+    cluster: by whose prices it was compiled; None: this machine's."""
+    schedule, devices = program.schedule, devices_of(program, cluster)
+    run = simulate_program(program, devices)
+    flight = " ".join(map(str, run.timeline.in_flight))
     asked = program.plan.schedule
     name = schedule.name if schedule.name == asked else f"{asked} ({schedule.name})"
     lines = [f"schedule {name}: {LEGEND}"]
@@ -239,24 +244,31 @@ def schedule_text(program: Program) -> str:
     if program.plan.stages_per_rank > 1:
         lines.append("before the letter is the stage, after it the microbatch")
         counted = "(stage, microbatch) pairs"
+    priced = how_priced(estimate_program(program, devices), devices)
+    taken = f"{program.mesh.size} of " * (devices.devices > program.mesh.size)
     told = (
-        f"estimated {seconds(expected.total)} a step, bubble {expected.bubble:.1%}, "
-        f"most {counted} in flight by rank: {flight}"
+        f"estimated {seconds(run.total)} a step on {taken}{devices}, bubble "
+        f"{run.timeline.bubble:.1%}, most {counted} in flight by rank: {flight}",
+        priced,
     )
-    return "\n".join([*map(wrap, lines), "", grid(schedule, width()), wrap(told)])
+    drawn = [*map(wrap, lines), "", grid(schedule, width()), *map(wrap, told)]
+    return "\n".join(drawn)
 
 
 # --- all of it -----------------------------------------------------------------------
 
 
-def report(program: Program, every: bool = False) -> str:
+def report(
+    program: Program, every: bool = False, cluster: Cluster | None = None
+) -> str:
+    """cluster: see `schedule_text`."""
     tables = (parameter_table(program, every), stage_table(program))
     parts = [
         *map(str, tables),
         *([str(share_table(program))] if program.plan.zero else ()),
         str(memory_table(program)),
         *([str(op_sharding_table(program.plan))] if program.plan.op_shardings else ()),
-        schedule_text(program),
+        schedule_text(program, cluster),
         str(communication_table(program)),
         proof_text(program),
     ]
@@ -270,9 +282,9 @@ def proof_text(program: Program) -> str:
     return "\n".join([str(program.proof), *map(str, program.proof.cut_short)])
 
 
-def report_data(program: Program) -> dict[str, Any]:
+def report_data(program: Program, cluster: Cluster | None = None) -> dict[str, Any]:
     """The same as values for JSON, not rounded where a table rounds."""
-    expected = timeline(program)
+    run = simulate_program(program, devices_of(program, cluster))
     return {
         "mesh": str(program.mesh),
         "microbatches": program.plan.microbatches,
@@ -292,9 +304,9 @@ def report_data(program: Program) -> dict[str, Any]:
         "communication": [asdict(c) for c in messages_of_a_step(program)],
         "schedule": {
             "name": program.schedule.name,
-            "seconds": expected.total,
-            "bubble": expected.bubble,
-            "in_flight": list(expected.in_flight),
+            "seconds": run.total,
+            "bubble": run.timeline.bubble,
+            "in_flight": list(run.timeline.in_flight),
         },
         "remarks": list(program.remarks),
         "proof": program.proof.to_data() if program.proof else None,

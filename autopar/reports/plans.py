@@ -8,6 +8,7 @@ from autopar.machine.measured_cluster import how_priced
 from autopar.passes.plan import AUTO
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import TF32, Cluster
+from autopar.passes.price.estimate import Estimate
 from autopar.passes.search.search import Ranking
 from autopar.planner.infeasible import gigabytes
 from autopar.planner.planner import ShortModel
@@ -58,8 +59,20 @@ def plans_table(
         )
     best = f"the best of {plans.tried} candidates"
     priced = how_priced(plans.best[0], cluster)
+    again = recomputed(plans.best[0])
     beyond = _beyond_what_is_known(plans.best[0].candidate)
-    return Table(title, head, tuple(rows), (best, priced, *beyond, *notes))
+    return Table(title, head, tuple(rows), (best, priced, *again, *beyond, *notes))
+
+
+def recomputed(e: Estimate) -> tuple[str, ...]:
+    """What full recomputation leaves out, that others' runs do not."""
+    if e.whole_layers is None:
+        return ()
+    return (
+        "recompute full runs again what backwards use, not a layer's last product; "
+        "with whole layers, as Megatron-LM and torch's reentrant checkpoints run them, "
+        f"a step takes {e.whole_layers:.4g} s",
+    )
 
 
 def _beyond_what_is_known(best: Candidate) -> tuple[str, ...]:

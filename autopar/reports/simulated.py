@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.machine.measured_cluster import measured_cluster
-from autopar.passes.price.cluster import Cluster, ClusterError
+from autopar.passes.price.cluster import Cluster
 from autopar.passes.schedule.step_run import StepRun
 from autopar.planner.reprice import reprice
 from autopar.plans.plan_record import ESTIMATE, read_record
@@ -46,11 +46,7 @@ def simulated(
     stored = stored or load_plan(folder)
     size = stored.program.mesh.size
     links = cluster or stored.cluster or measured_cluster(size)
-    if links.devices < size:
-        raise ClusterError(
-            f"the plan is for {size} devices, but {links} has fewer",
-            fix=f"give --devices {size}x{links.device.name}",
-        )
+    links.check_holds(stored.program.mesh)
     priced = (
         f"priced for {stored.cluster}"
         if stored.cluster

@@ -81,13 +81,18 @@ def show_runs() -> None:
     show("Milliseconds forward and backward (arXiv 2205.05198, table 4)", lines)
     runs = megatron.megatron_runs()
     lines = [step_line(run, constants) for run in runs]
-    planned = choices.as_planned("sc21_table1")
-    errors = [e.seconds / run.seconds - 1 for e, run in zip(planned, runs, strict=True)]
-    for line, error in zip(lines, errors, strict=True):
-        line["by autopar plan"] = f"{error:+.1%}"
+    planned = list(choices.as_planned("sc21_table1"))
+    for line, run in zip(lines, planned, strict=True):
+        line["autopar plan"] = f"{run.error:+.1%}"
+        line["of whole layers"] = f"{run.error_of_whole_layers:+.1%}"
     show("Seconds of an iteration (arXiv 2104.04473, table 1)", lines)
+    show_sizes("autopar plan", [run.error for run in planned])
+    show_sizes("of whole layers", [run.error_of_whole_layers for run in planned])
+
+
+def show_sizes(of: str, errors: list[float]) -> None:
     sizes = [abs(error) for error in errors]
-    print(f"by autopar plan: median {median(sizes):.1%}, {max(sizes):.1%} at most")
+    print(f"{of}: median {median(sizes):.1%}, {max(sizes):.1%} at most")
 
 
 def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, object]:

@@ -10,6 +10,7 @@ from autopar.machine.hardware import cluster_of
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
+from autopar.passes.search.recompute_whole import with_whole_layers
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import ShortModel, find_plans, make_prices
 from examples.benchmarks import published_memory as pipelines
@@ -68,11 +69,39 @@ def tasks(table: str) -> dict[Task, list[Candidate]]:
     return candidates
 
 
-def as_planned(table: str) -> Iterator[Estimate]:
-    """What ran, row by row, at the price that `autopar plan` gives."""
-    for task, candidate in map(_task, _rows(table)):
-        prices = make_prices(task.model, task.cluster)
-        yield run_on_paper(candidate, prices, task.cluster)
+@dataclass(frozen=True)
+class Planned:
+    """What ran, at the price that `autopar plan` gives. published: seconds of a
+    step."""
+
+    estimate: Estimate
+    published: float
+
+    @property
+    def error(self) -> float:
+        return self.estimate.seconds / self.published - 1
+
+    @property
+    def error_of_whole_layers(self) -> float:
+        """By what is said beside it of plans that run whole layers again, as
+        Megatron-LM does."""
+        seconds = self.estimate.whole_layers or self.estimate.seconds
+        return seconds / self.published - 1
+
+
+def as_planned(table: str) -> Iterator[Planned]:
+    """What ran, row by row, with the sequence split along tp where it was there."""
+    for row in _rows(table):
+        task, candidate = _task(row)
+        sequence_parallel = row.get("sp") == "1"
+        cluster = task.cluster
+        prices = make_prices(task.model, cluster, sequence_parallel=sequence_parallel)
+        e = run_on_paper(candidate, prices, cluster)
+        yield Planned(with_whole_layers(e, prices, cluster), _published(row))
+
+
+def _published(row: Row) -> float:
+    return float(row.get("iter_time_s") or pipelines.published_seconds(row))
 
 
 def choose(task: Task, plans: Sequence[Candidate]) -> Choice:

@@ -21,6 +21,7 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.balance_layers import balance_layers
 from autopar.passes.search.by_formula import layer_mesh
+from autopar.passes.search.recompute_whole import layer_again
 from autopar.passes.search.search import accounts_of
 from autopar.passes.stage.blocks import BlockMessages
 from autopar.planner.planner import make_prices
@@ -28,7 +29,6 @@ from examples.benchmarks.published_models import Row, gpt, in_turn, read
 from examples.benchmarks.published_runs import (
     UNFITTED,
     Run,
-    again,
     in_float32,
     overlapped,
 )
@@ -64,7 +64,7 @@ def _run(row: Row) -> Run:
         accounts = [overlapped(account) for account in accounts]
     if row["recompute"] == "full":
         accounts = [
-            account + again(layer) * layers
+            account + layer_again(layer) * layers
             for account, layers in zip(accounts, candidate.layers, strict=True)
         ]
     shared = int(row["tp"]) if megatron and not sequence_parallel else 1

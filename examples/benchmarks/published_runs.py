@@ -16,14 +16,14 @@ from functools import cache
 
 from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
-from autopar.passes.price.account import Account, Alive, PartCost
+from autopar.passes.price.account import Account, PartCost
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import OPTIMIZER_TRAFFIC, step_seconds
 from autopar.passes.price.price import retimed
-from autopar.passes.price.price_layers import LayerPrices
 from autopar.passes.price.stage_seconds import stage_seconds
-from autopar.passes.search.by_formula import layer_mesh
+from autopar.passes.search.by_formula import prices_of
+from autopar.passes.search.recompute_whole import layer_again
 from autopar.passes.search.search import accounts_of
 from autopar.planner.planner import ShortModel, make_prices
 from examples.benchmarks.published_fit import descend
@@ -100,14 +100,14 @@ def _run(row: Row) -> Run:
         schedule="interleaved" if chunks > 1 else "1f1b",
         stages_per_rank=chunks,
         zero=0,
-        recompute="none",  # see `again`
+        recompute="none",  # see `layer_again`
         layers=(sizes["layers"] // stages,) * stages,
     )
     of = gpt(sizes["hidden"], sizes["heads"], sizes["layers"])
     prices = make_prices(of, cluster, sequence_parallel=False)
-    layer = prices(layer_mesh(candidate.mesh), "none", False, candidate.samples)
+    again = layer_again(prices_of(candidate, prices))
     accounts = [
-        account + again(layer) * runs
+        account + again * runs
         for account, runs in zip(
             accounts_of(candidate, prices), candidate.layers, strict=True
         )
@@ -116,14 +116,6 @@ def _run(row: Row) -> Run:
     seconds = float(row["iter_time_s"])
     batch = int(row["gbs"])
     return Run(row["model"], seconds, of, batch, candidate, cluster, tuple(accounts))
-
-
-def again(prices: LayerPrices) -> Account:
-    """A layer's forward, in its backward. All of it: `passes.stage.recompute` leaves
-    out what only makes the layer's result."""
-    assert prices.more is not None
-    nothing = {"alive": Alive(), "alone": Alive()}
-    return Account(backward=replace(prices.more.forward, beside=(), **nothing))
 
 
 def in_float32(account: Account) -> Account:
@@ -168,7 +160,7 @@ def layer_runs() -> tuple[LayerRun, ...]:
         layer_prices = prices(mesh, "none" if full else policy, False, samples)
         account = overlapped(layer_prices.stage(False, 1, False))
         if full:
-            account = account + again(layer_prices)
+            account = account + layer_again(layer_prices)
         forward, backward = float(row["fwd_ms"]) / 1e3, float(row["bwd_ms"]) / 1e3
         runs.append(LayerRun(row["experiment"], forward, backward, candidate, account))
     return tuple(runs)

@@ -21,10 +21,11 @@ from autopar.passes.price.estimate import step_seconds
 from autopar.passes.price.price import retimed
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.by_formula import layer_mesh
+from autopar.passes.search.recompute_whole import layer_again
 from autopar.passes.search.search import accounts_of
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, read
-from examples.benchmarks.published_runs import UNFITTED, Constants, again
+from examples.benchmarks.published_runs import UNFITTED, Constants
 
 SEQ = 2048
 WEIGHTS = 4  # of a layer, that are large enough to be shared out
@@ -75,7 +76,7 @@ def _run(row: Row) -> ZeroRun:
     prices = make_prices(gpt(hidden, heads, layers, vocab), cluster)
     layer = prices(layer_mesh(mesh), "none", False, samples, True)
     (account,) = accounts_of(candidate, prices)
-    account = account + again(layer) * layers
+    account = account + layer_again(layer) * layers
     return ZeroRun(
         row["source"],
         row["model"],

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 import autopar  # noqa: E402
-from autopar.reports.inspection import timeline  # noqa: E402
+from autopar.reports.inspection import devices_of  # noqa: E402
+from autopar.reports.simulation import simulate_program  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
 
 BASE = "1f1b"
@@ -68,11 +69,11 @@ def build(
             stages_per_rank=stages_per_rank,
             example_inputs=batch,
         )
-        expected = timeline(step.program)
+        expected = simulate_program(step.program, devices_of(step.program))
         name = schedule + (f", {stages_per_rank} stages" if stages_per_rank > 1 else "")
         if schedule == "auto":
             name += f" ({step.program.schedule.name})"
-        runners.append(Runner(name, step, expected.total, expected.bubble))
+        runners.append(Runner(name, step, expected.total, expected.timeline.bubble))
     return runners
 
 

@@ -156,7 +156,6 @@ class Cluster:
             raise ClusterError(
                 f"levels of {sizes} devices", fix="order them from small to large"
             )
-
         if not (math.isfinite(self.cores) and self.cores >= 0):
             raise ClusterError(
                 f"the cores of the cluster are {self.cores}",
@@ -170,6 +169,14 @@ class Cluster:
     def cores_each(self) -> float:
         """Returns the cores that each device's process has while all are busy."""
         return self.cores / self.devices if self.cores else math.inf
+
+    def check_holds(self, mesh: Mesh) -> None:
+        """Raises ClusterError where the mesh has more ranks than there are devices."""
+        if self.devices < mesh.size:
+            raise ClusterError(
+                f"the plan is for {mesh.size} devices, but {self} has fewer",
+                fix=f"give --devices {mesh.size}x{self.device.name}",
+            )
 
     def contention(self, mesh: Mesh) -> CoreContention:
         """Who shares the cores with whom, for the ranks of a mesh."""

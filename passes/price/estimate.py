@@ -49,7 +49,8 @@ class Estimate:
     the slowest rank's seconds go, all of them. bubble: the idle share of all ranks'
     time. stages: one microbatch on each. once: what each pipeline rank does once a
     step, term -> seconds. sources: how the seconds were found, see
-    `passes.price.sources`."""
+    `passes.price.sources`. whole_layers: the step's seconds if full recomputation ran
+    whole layers again, see `passes.search.recompute_whole`; None: not asked."""
 
     candidate: Candidate
     seconds: float
@@ -60,6 +61,7 @@ class Estimate:
     stages: tuple[StageSeconds, ...] = ()
     once: tuple[Mapping[str, float], ...] = ()
     sources: Sources = field(default_factory=dict)
+    whole_layers: float | None = None
 
     @property
     def peak(self) -> float:

@@ -8,7 +8,7 @@ layer is compiled once, whatever the depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -50,6 +50,11 @@ class LayerPrices:
     _known: dict[tuple[bool, int, bool], Account] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+
+    def stages(self, layers: Sequence[int]) -> list[Account]:
+        """Those of a whole model, with so many runs each."""
+        last = len(layers) - 1
+        return [self.stage(i == 0, runs, i == last) for i, runs in enumerate(layers)]
 
     def stage(self, first: bool, runs: int, last: bool) -> Account:
         """A stage with so many runs. first, last: whether it has the model's ends."""

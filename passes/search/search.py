@@ -32,6 +32,7 @@ from ..search.by_formula import (
     rough,
 )
 from ..search.candidates import ALIKE, Space, candidates
+from ..search.recompute_whole import with_whole_layers
 from ..search.top_candidates import Fit, best_cuts, made_schedules, other_ways
 from ..shard.query_groups import TENSOR_AXES
 
@@ -91,6 +92,8 @@ def search(
     if len(space.schedules) > 1:
         best += made_schedules(best, fit)
     best = simplest_first(best)
+    if best:
+        best[0] = with_whole_layers(best[0], prices, space.cluster)
     nearest = None
     if not best and ranked.rows:
         closest = min(ranked.rows, key=lambda r: (r[1], r[0]))[-1]
@@ -276,10 +279,4 @@ def run_on_paper(candidate: Candidate, prices: Prices, cluster: Cluster) -> Esti
 
 def accounts_of(candidate: Candidate, prices: Prices) -> list[Account]:
     """Returns what one microbatch costs on each stage."""
-    return stages_of(candidate.layers, prices_of(candidate, prices))
-
-
-def stages_of(layers: Sequence[int], prices: LayerPrices) -> list[Account]:
-    """Returns what one microbatch costs on stages of so many layers."""
-    last = len(layers) - 1
-    return [prices.stage(i == 0, runs, i == last) for i, runs in enumerate(layers)]
+    return prices_of(candidate, prices).stages(candidate.layers)

@@ -95,7 +95,7 @@ def _of_record(record: PlanRecord, wanted: Wanted, step: Simulated) -> dict[str,
 
 def _of_program(stored: StoredPlan, step: Simulated) -> dict[str, Any]:
     program = stored.program
-    inspect = report_data(program)
+    inspect = report_data(program, step.cluster)
     groups = {tuple(c["axes"]) for c in inspect["communication"]}
     tell("drawing the model")
     model = model_data(program)
