@@ -148,6 +148,10 @@ class Node:
             return self.args[place]
         return self.kwargs.get(name, default)
 
+    def named(self, names: str) -> tuple[Any, ...]:
+        """Arguments by their names, one behind the other: `dim keepdim`."""
+        return tuple(map(self.arg, names.split()))
+
     def with_args(self, /, **changed: Any) -> Node:
         """The same node with other arguments, by name; each stays where it is given."""
         args, kwargs = list(self.args), dict(self.kwargs)

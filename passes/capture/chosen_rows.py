@@ -161,7 +161,7 @@ class Keeper:
 
     def choose(self, node: Node) -> tuple[Value, ...]:
         """`torch.where(mask)`: which row it is along each dim of the mask."""
-        emit, (mask,) = self.rewriter.emit, node.args
+        emit, mask = self.rewriter.emit, node.operands[0]
         slot, name = slot_of(mask, self.rewriter.made), self.name_of(mask)
         if mask.dtype != torch.bool:
             mask = emit("aten.ne.Scalar", mask, 0)
@@ -224,7 +224,7 @@ class Keeper:
 
     def index(self, node: Node, rows: Rows) -> Value | tuple | None:
         """`x[rows]`: all rows of x; `x[rows, place]`: the one at a place of each."""
-        x, indices = node.arg("self"), node.arg("indices")
+        x, indices = node.named("self indices")
         tensors = [i for i in indices if i is not None]
         first = indices.index(tensors[0])
         last = first + len(tensors)

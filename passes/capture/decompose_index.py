@@ -22,7 +22,7 @@ def _seen_whole(rewriter: Rewriter, node: Node) -> Value | None:
 
     Masks of Hugging Face models look up the padding mask this way.
     """
-    x, indices = node.arg("self"), node.arg("indices")
+    x, indices = node.named("self indices")
     if any(i is None for i in indices) or len(indices) != len(x.shape):
         return None
     out, last = node.out, -1
@@ -48,7 +48,7 @@ def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
     Classifiers take the last token of each sample this way, and losses by hand the
     target of each row.
     """
-    x, indices = node.arg("self"), node.arg("indices")
+    x, indices = node.named("self indices")
     along = len(indices) - 1
     if along < 1 or any(i is None for i in indices):
         return None

@@ -41,7 +41,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
 
 def narrow(rewriter: Rewriter, node: Node) -> Value:
     """`narrow` by another name."""
-    x, dim, start, length = (node.arg(n) for n in ("self", "dim", "start", "length"))
+    x, dim, start, length = node.named("self dim start length")
     start %= max(1, x.shape[dim])
     if length == x.shape[dim]:
         return x
@@ -50,7 +50,7 @@ def narrow(rewriter: Rewriter, node: Node) -> Value:
 
 def index(rewriter: Rewriter, node: Node) -> Value | None:
     """`x[..., [4, 5, 6]]` is a slice."""
-    x, indices = node.arg("self"), node.arg("indices")
+    x, indices = node.named("self indices")
     indexed = [(dim, i) for dim, i in enumerate(indices) if i is not None]
     if len(indexed) != 1 or node.kwargs:
         return None
@@ -163,7 +163,7 @@ def copy(rewriter: Rewriter, node: Node) -> Value:
 def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
     """The tensor, dim, start, end and step of a slice, none of them negative."""
     dim = node.arg("dim") % len(x.shape)
-    cut = slice(node.arg("start"), node.arg("end"), node.arg("step"))
+    cut = slice(*node.named("start end step"))
     return (x, dim, *cut.indices(x.shape[dim]))
 
 

@@ -24,7 +24,7 @@ def without_copies(rewriter: Rewriter, k: Value, v: Value) -> tuple[Value, Value
 
 def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
     """So often in a row along a dim -> an expand, as other models write it."""
-    x, times, dim = (node.arg(name) for name in ("self", "repeats", "dim"))
+    x, times, dim = node.named("self repeats dim")
     if dim is None or not isinstance(times, int):
         return None
     after = dim % len(x.shape) + 1

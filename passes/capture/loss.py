@@ -116,7 +116,7 @@ def log_softmax(rewriter: Rewriter, node: Node) -> Value | None:
 
 def gather(rewriter: Rewriter, node: Node) -> Value | None:
     """One element of each row, as a loss by hand looks its targets up."""
-    x, dim, index = (node.arg(name) for name in ("self", "dim", "index"))
+    x, dim, index = node.named("self dim index")
     rows = (*x.shape[:-1], 1)
     last = len(x.shape) - 1
     if not x.shape or dim % len(x.shape) != last or index.shape != rows:
@@ -134,7 +134,7 @@ def pick_rows(rewriter: Rewriter, x: Value, index: Value, ignored: int | None) -
     rows = x.shape[:-1]
     difference = rewriter.producer(x, "aten.sub")
     if difference is not None and not difference.kwargs:
-        from_, by = difference.arg("self"), difference.arg("other")
+        from_, by = difference.named("self other")
         if isinstance(by, Value) and by.shape == (*rows, 1) and from_.shape == x.shape:
             by = rewriter.reshape(by, rows)
             picked = rewriter.emit(PICK, from_, index, ignored, name="picked")

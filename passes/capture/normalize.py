@@ -234,7 +234,7 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
 
     Hendrycks and Gimpel, arXiv 1606.08415, section 2.
     """
-    for half, bracket in permutations((node.arg("self"), node.arg("other"))):
+    for half, bracket in permutations(node.named("self other")):
         h = rewriter.producer(half, "aten.mul")
         b = rewriter.producer(bracket, "aten.add")
         t = rewriter.producer(b.arg("self"), "aten.tanh") if b else None

@@ -67,7 +67,7 @@ def _looked_up(rewriter: Rewriter, x: Value) -> tuple[Value, Value] | None:
     node = rewriter.producer(x, "aten.index")
     if node is None or len(node.arg("indices")) != 1:
         return None
-    weight, (expert,) = node.arg("self"), node.arg("indices")
+    weight, (expert,) = node.named("self indices")
     if len(weight.shape) == 3 and expert.dtype == torch.int64:
         return (weight, expert) if len(expert.shape) == 1 else None
     return None

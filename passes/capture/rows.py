@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..capture.distinct import dim_after
 from ..graph import Node, Value
@@ -63,7 +63,7 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
             return None
         return back + len(out.shape)
     if node.name == "aten.linear":
-        node = replace(node, args=node.args[:2], kwargs={})
+        node = node.with_args(bias=None)
     rule = equation(node)
     if rule is None:
         return None

@@ -16,7 +16,7 @@ from ..graph import Node, Value
 from ..ops import extents
 from ..ops.cotangents import Cotangents
 from ..ops.notation import Role
-from ..ops.op import Alternative, Op, OutCotangents, Place
+from ..ops.op import Alternative, Op, OutCotangents, Place, op_of
 
 RING: Role = "ring"
 Q, K, V, MASK = range(4)  # operands
@@ -26,7 +26,7 @@ ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 def rule(node: Node) -> str:
     """Each query row is on its own, and sees all keys, with what is known of each; a
     causal flag counts rows."""
-    q, k, mask = node.arg("q"), node.arg("k"), node.arg("mask")
+    q, k, mask = node.named("q k mask")
     s = "s~" if node.arg("is_causal") else "s"
     groups = k.shape[1]
     kv = "h" if groups == q.shape[1] else f"g={groups}"
@@ -129,7 +129,7 @@ def forward(cts: Cotangents, node: Node) -> Node:
 
 
 def derivative(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    q, k, v, *others = node.args
+    q, k, v, *others = node.named(op_of(node).heeds)
     dq, dk, dv = (cts.fresh(x) for x in (q, k, v))
     args = (dys[0], q, k, v, *node.outs, *others)
     op = f"{node.op}_backward"
@@ -151,7 +151,7 @@ def flops(scores: int, values: int) -> Callable[[Node], int]:
     """
 
     def count(node: Node) -> int:
-        q, k, v = (node.arg(name) for name in ("q", "k", "v"))
+        q, k, v = node.named("q k v")
         keys = node.arg("keys")
         columns = k.shape[-2] if keys is None else prod(extent for extent, _ in keys)
         columns = min(columns, node.kwargs.get("window", columns))
@@ -178,7 +178,7 @@ def passed_round(
     Forward: keys and values of every rank but the next go on. Backward: these again,
     and their gradients, in float32 or wider, which all come home.
     """
-    k, v, ranks = (node.arg(name) for name in ("k", "v", "ranks"))
+    k, v, ranks = node.named("k v ranks")
     messages = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
     if node.op == ATTENTION_BACKWARD if backward is None else backward:
         wide = torch.promote_types(k.dtype, torch.float32)
@@ -195,7 +195,7 @@ def workspace(node: Node) -> int:
     precision: copies, as some kernels take a head of keys for each of queries, and give
     as many gradients.
     """
-    q, k, v = (node.arg(name) for name in ("q", "k", "v"))
+    q, k, v = node.named("q k v")
     is_backward = node.op.endswith("_backward")
     shared = q.shape[1] // max(k.shape[1], 1)
     copies = shared > 1 and k.dtype.itemsize == 2

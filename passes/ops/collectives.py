@@ -19,13 +19,13 @@ def _if_uneven(extent: int, axes: Axes, sizes: Mapping[str, int]) -> int | None:
 
 
 def gather_on_rank(at: Place, node: Node, local: Node) -> Node:
-    _, axes, dim = node.args
+    axes, dim = node.named("axes dim")
     whole = _if_uneven(local.out.shape[dim], axes, at.sizes)
     return replace(local, args=(*local.args, whole, at.is_varying(node.out, axes)))
 
 
 def exchange_on_rank(at: Place, node: Node, local: Node) -> Node:
-    _, axis, _, concat_dim = node.args
+    axis, concat_dim = node.named("axes concat_dim")
     whole = _if_uneven(local.out.shape[concat_dim], axis, at.sizes)
     return replace(local, args=(*local.args, whole))
 
@@ -36,12 +36,12 @@ def same(_: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
 
 
 def enter(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    x, axes = node.args
+    x, axes = node.named("x axes")
     return [cts.emit("comm.all_reduce", x, node, dys[0], axes, "sum")]
 
 
 def all_gather(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    x, axis, dim, _, varying = node.args
+    x, axis, dim, varying = node.named("x axes dim varying")
     op = "comm.reduce_scatter" if varying else "comm.shard"
     return [cts.emit(op, x, node, dys[0], axis, dim)]
 
@@ -49,12 +49,12 @@ def all_gather(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | 
 def reduce_scatter(
     cts: Cotangents, node: Node, dys: OutCotangents
 ) -> list[Value | None]:
-    x, axis, dim = node.args
+    x, axis, dim = node.named("x axes dim")
     return [_gathered(cts, x, node, dys[0], axis, dim)]
 
 
 def shard(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    x, axis, dim, pads = node.args
+    x, axis, dim, pads = node.named("x axes dim pads")
     if pads:
         return [cts.emit("comm.pad", x, node, dys[0], axis, dim, x.shape[dim])]
     return [_gathered(cts, x, node, dys[0], axis, dim)]
@@ -68,9 +68,9 @@ def _gathered(
 
 
 def all_to_all(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    x, axis, split_dim, concat_dim, _ = node.args
-    whole = _if_uneven(x.shape[split_dim], axis, cts.sizes)
-    return [cts.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, whole)]
+    x, axis, split, joined = node.named("x axes split_dim concat_dim")
+    whole = _if_uneven(x.shape[split], axis, cts.sizes)
+    return [cts.emit(node.op, x, node, dys[0], axis, joined, split, whole)]
 
 
 # --- Memory -------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def to_scatter(node: Node) -> int:
 
 
 def to_exchange(node: Node) -> int:
-    split, joined = node.arg("split_dim"), node.arg("concat_dim")
+    split, joined = node.named("split_dim concat_dim")
     return _packed(node.operands[0], split) + _packed(node.out, joined)
 
 

@@ -38,7 +38,7 @@ def on_rank(at: Place, node: Node, local: Node) -> Node:
 
 def derivative(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """y = x w[expert]^T: dx = dy w[expert], dw[expert] += dy^T x."""
-    x, expert, w, experts, axes = node.args
+    x, expert, w, experts, axes = node.named("x expert weight experts axes")
     args = (dys[0], x, expert, experts, axes)
     dw = cts.to_weight(w, "comm.expert_weight_grad_", node, *args)
     if not cts.wanted(x):
@@ -50,7 +50,8 @@ def derivative(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | 
 def home_again(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """Gradients of rows go home as the rows came, or to their experts again."""
     back = COMBINE if node.op == DISPATCH else DISPATCH
-    return [cts.emit(back, node.operands[0], node, dys[0], *node.args[1:]), None, None]
+    x, *how = node.named("x axes order counts")
+    return [cts.emit(back, x, node, dys[0], *how), None, None]
 
 
 def rows(node: Node) -> int:

@@ -60,7 +60,7 @@ def repeated(at: Unite, node: Node) -> None:
 
 def indexed(at: Unite, node: Node) -> None:
     """`x[:, i, j]`: dims that are not indexed stay, those of the indices come."""
-    x, indices = node.arg("self"), node.arg("indices")
+    x, indices = node.named("self indices")
     indexing = [d for d, i in enumerate(indices) if isinstance(i, Value)]
     spread = [i for i in indices if isinstance(i, Value)]
     if any(i.dtype.itemsize == 1 for i in spread):

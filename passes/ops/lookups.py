@@ -106,12 +106,12 @@ def d_embedding(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value |
 
 
 def d_lookup(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    table, *args = node.args
+    table, *args = node.named("table ids rows axes padding")
     return [cts.to_weight(table, "comm.lookup_grad_", node, dys[0], *args), None]
 
 
 def d_pick(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    x, index, _, extent, axes = node.args
+    x, index, extent, axes = node.named("x index extent axes")
     cts.add_in_place(x, "comm.pick_backward_add_", node, dys[0], index, extent, axes)
     return [None, None]
 

@@ -63,7 +63,7 @@ def into_narrow(view: Node, base: Value, part: Value) -> Written:
 
 
 def into_row(view: Node, base: Value, part: Value) -> Written:
-    return "aten.select_scatter.default", (base, part, *view.args[1:])
+    return "aten.select_scatter.default", (base, part, *view.named("dim index"))
 
 
 def turned_again(view: Node, base: Value, part: Value) -> Written:

@@ -55,6 +55,11 @@ def chosen(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None
     return [None, cts.emit(node.op, x, node, condition, dys[0], 0)]
 
 
+def scaled_again(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    x, keep, scale = node.named("x keep scale")
+    return [cts.emit(node.op, x, node, dys[0], keep, scale), None]
+
+
 OPS = (
     Op(
         "aten.add",
@@ -175,10 +180,7 @@ OPS = (
         "autopar.masked_scale",
         "x keep scale",
         rowwise=True,
-        derivative=lambda cts, node, dys: [
-            cts.emit(node.op, node.args[0], node, dys[0], *node.args[1:]),
-            None,
-        ],
+        derivative=scaled_again,
     ),
     Op("autopar.add_", "into x", rowwise=True),
     Op("autopar.add_each_", "sums terms"),

@@ -118,8 +118,7 @@ def dropped_on_rank(at: Place, node: Node, local: Node) -> Node:
 
 def drawn_on_rank(at: Place, node: Node, local: Node) -> Node:
     """So is each number."""
-    _, kind, number = node.args
-    args = (kind, number, _position(at, node), node.out.dtype)
+    args = (*node.named("kind number"), _position(at, node), node.out.dtype)
     return replace(local, op="comm.draw", args=args)
 
 

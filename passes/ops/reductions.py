@@ -84,7 +84,7 @@ def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
 
 
 def d_sum_exp(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    x, largest = node.args
+    x, largest = node.named("x largest")
     op = "autopar.sum_exp_backward"
     return [cts.emit(op, x, node, x, dys[0], largest), None]
 

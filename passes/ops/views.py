@@ -92,7 +92,7 @@ def repeated(node: Node) -> str | None:
     if node.op != "aten.repeat_interleave.self_int":
         return None
     x = letters(len(node.operands[0].shape))
-    dim, repeats = node.arg("dim"), node.arg("repeats")
+    dim, repeats = node.named("dim repeats")
     if dim is None or not isinstance(repeats, int):
         return f"{' '.join(c + '!' for c in x)} -> {'z!'}"
     dim %= len(x)
@@ -130,7 +130,8 @@ def reshape(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | Non
 
 
 def transpose(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    return [cts.view(node.op, dys[0], node.operands[0], node, *node.args[1:])]
+    x, *dims = node.named("self dim0 dim1")
+    return [cts.view(node.op, dys[0], x, node, *dims)]
 
 
 def permute(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:

@@ -47,7 +47,7 @@ def attention_share(node: Node, generation: str) -> float | None:
     forward = node.op in FORWARDS
     if generation not in SHARES or not (forward or node.op in BACKWARDS):
         return None
-    q, k = node.arg("q"), node.arg("k")
+    q, k = node.named("q k")
     if q.dtype.itemsize != 2:
         return None
     keys = node.arg("keys")

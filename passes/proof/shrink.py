@@ -202,7 +202,7 @@ def _embedding(_: Shrinker, node: Node, new: Node) -> Node:
 
 def _comparison(at: Shrinker, node: Node, new: Node) -> Node:
     """Positions are compared with, or shifted by, numbers that speak of sizes."""
-    x, other = node.arg("self"), node.arg("other")
+    x, other = node.named("self other")
     whole = isinstance(x, Value) and not x.dtype.is_floating_point
     if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
         return new

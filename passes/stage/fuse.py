@@ -54,14 +54,14 @@ def materialize_masks(nodes: list[Node]) -> list[Node]:
     args: tuple[Any, ...]
     for node in nodes:
         if node.op == "comm.dropout":
-            x, p, number = node.operands[0], node.arg("p"), node.arg("number")
+            x, p, number = node.named("x p number")
             mask = Value(f"keep_{number}", x.shape, torch.bool)
             args = (p, number, node.arg("position"))
             drawn = Node("comm.dropout_mask", args, {}, (mask,))
             args = (x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
             used = replace(node, op="autopar.masked_scale", args=args)
         elif node.op == ATTENTION and len(node.arg("rows")) > 1:
-            q, k, v = (node.arg(name) for name in ("q", "k", "v"))
+            q, k, v = node.named("q k v")
             samples = [x.shape[0] for x in node.kwargs.values() if isinstance(x, Value)]
             lead = (max(samples), 1) if samples else ()
             shape = (*lead, q.shape[2], k.shape[2])
@@ -116,7 +116,7 @@ def add_together(nodes: Sequence[Node]) -> list[Node]:
     def end() -> None:
         own = list(adds.values())
         if len(own) > 1:
-            sums, terms = zip(*(n.args for n in own), strict=True)
+            sums, terms = zip(*(n.named("into x") for n in own), strict=True)
             where = Location(own[0].location.layer)
             own = [Node(ADD_EACH, (sums, terms), {}, (), where)]
         added.extend(own)

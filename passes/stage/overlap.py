@@ -315,7 +315,7 @@ def _messages(
         extent = sum(_whole(n).numel for n in own)
         under_way = builder.value(name, (extent,), first.operands[0].dtype)
         # Of each the dim; of gathers the whole extents too, if shares are unlike.
-        xs, _, *details = zip(*(n.args[:4] for n in own), strict=True)
+        xs, *details = zip(*(n.named("x dim whole") for n in own), strict=True)
         details = [told for told in details if any(d is not None for d in told)]
         where = Location(first.location.layer)
         starts.append(Node(kind, (xs, axis, *details), {}, (under_way,), where))

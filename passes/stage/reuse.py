@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from ..graph import Node, Value, resolve
+from ..graph import Node, Value, parameters, resolve
 from ..ops.op import OPS, is_view, op_of
 from ..shard.collectives import arrives_in_place
 
@@ -186,8 +186,7 @@ def _free_operand(
     if node.op == "comm.all_reduce":
         candidates = node.operands[:1]
     elif node.op in IN_PLACE and not node.kwargs:
-        arguments = node.args[: 2 if op_of(node).commutes else 1]
-        candidates = tuple(a for a in arguments if isinstance(a, Value))
+        candidates = node.operands[: 2 if op_of(node).commutes else 1]
     else:
         return None
     out = node.out
@@ -206,7 +205,7 @@ def _free_operand(
 def _in_place(node: Node, into: Value) -> Node:
     if node.op == "comm.all_reduce":
         return replace(node, kwargs={**node.kwargs, "inplace": True})
-    args = node.args
-    if args[0] != into:
-        args = (args[1], args[0], *args[2:])
-    return replace(node, op=IN_PLACE[node.op], args=args)
+    if node.operands[0] != into:
+        first, second, *_ = parameters(node.op)
+        node = node.with_args(**{first: into, second: node.operands[0]})
+    return replace(node, op=IN_PLACE[node.op])
