@@ -80,6 +80,7 @@ BILINEAR = Op(
     linear="in each",
     is_product=True,
     flops=lambda node: 2 * node.out.numel * prod(node.operands[2].shape[1:]),
+    autocast="equal",
 )
 
 

@@ -14,11 +14,11 @@ from cases import Case, run_all_ranks
 from models import plain_gpt
 from torch import Tensor, nn
 
-from autopar.passes.capture.lower_precision import LOW, WIDE, lower_precision
-from autopar.passes.capture.one_dtype import EQUAL
+from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.trace import Traced, trace
 from autopar.passes.errors import CaptureError
-from autopar.passes.graph import Node
+from autopar.passes.graph import Node, bare
+from autopar.passes.ops.op import OPS
 from autopar.proof.reference import reference_step
 from autopar.verify import verify
 
@@ -133,11 +133,12 @@ def test_the_lists_have_every_op_that_autocast_has():
     wide = lists["FP32"] | lists["FP32_SET_OPT_DTYPE"]
     wide |= lists["DIFFERENT_REDISPATCH_SIGNATURE"]
     assert {"linear", "mm"} <= lists["LOWER_PRECISION_FP"] and {"exp", "norm"} <= wide
-    for of_torch, ours in (
-        (lists["LOWER_PRECISION_FP"], set(LOW)),
-        (wide, set(WIDE)),
-        (lists["PROMOTE"], set(EQUAL)),
+    for of_torch, autocast in (
+        (lists["LOWER_PRECISION_FP"], "low"),
+        (wide, "wide"),
+        (lists["PROMOTE"], "equal"),
     ):
+        ours = {bare(name) for name, op in OPS.items() if op.autocast == autocast}
         left = {name for name in of_torch - ours if not FUSED.fullmatch(name)}
         assert {name for name in left if not IMAGES.fullmatch(name)} == set()
 

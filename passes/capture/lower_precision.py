@@ -2,9 +2,9 @@
 
 Products compute in half the bits, and what adds up or takes powers in float32, as in
 Micikevicius 2018, section 3. Parameters stay as they are, the master copy that an
-optimizer updates; each is cast once, however often it is read. The lists are those of
-autocast on CUDA, on all devices; but a mean is a sum, which may be pending over ranks,
-so it is wide too.
+optimizer updates; each is cast once, however often it is read. What ops compute
+in (`Op.autocast`) is as of autocast on CUDA, on all devices; but a mean is a sum, which
+may be pending over ranks, so it is wide too.
 """
 
 from __future__ import annotations
@@ -14,51 +14,15 @@ from dataclasses import replace
 import torch
 
 from ..builder import Builder, prune
-from ..capture.one_dtype import EQUAL
 from ..capture.trace import Traced
 from ..errors import CaptureError
-from ..graph import Graph, Location, Node, Value, bare
+from ..graph import Graph, Location, Node, Value
 from ..graph_text import DTYPES
 from ..ops.evaluate import results_like
-from ..ops.op import is_view
+from ..ops.op import is_view, op_of
 from ..ops.random import awaits_number
 
 CAST = "aten.to.dtype"
-# Op -> how many of its operands are cast, None: all. A mask of attention need not be.
-LOW: dict[str, int | None] = {
-    **dict.fromkeys(
-        (
-            *("linear", "matmul", "mm", "bmm", "mv", "einsum", "prelu"),
-            *("addmm", "addmv", "addr", "baddbmm", "addbmm", "chain_matmul"),
-            *("conv1d", "conv2d", "conv3d", "convolution", "_convolution"),
-            *("conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-            *("linalg_vecdot", "linalg_multi_dot"),
-            *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        ),
-        None,
-    ),
-    "_grouped_mm": 2,
-    "scaled_dot_product_attention": 3,
-}
-WIDE = frozenset(
-    (
-        *("exp", "expm1", "log", "log10", "log1p", "log2", "pow", "rsqrt"),
-        *("reciprocal", "softplus", "acos", "asin", "cosh", "sinh", "tan", "erfinv"),
-        *("softmax", "log_softmax", "logsumexp", "norm", "linalg_vector_norm"),
-        *("linalg_matrix_norm", "frobenius_norm", "nuclear_norm", "renorm"),
-        *("sum", "mean", "prod", "cumsum", "cumprod", "dist", "pdist", "cdist"),
-        *("layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
-        *("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "kl_div"),
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-        *("cosine_similarity", "cosine_embedding_loss", "hinge_embedding_loss"),
-        *("poisson_nll_loss", "soft_margin_loss", "margin_ranking_loss"),
-        *("multi_margin_loss", "multilabel_margin_loss", "triplet_margin_loss"),
-        *("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
-        # Of complex numbers in half the bits, most do not exist; on the CPU's list.
-        *("view_as_complex", "complex", "polar"),
-    )
-)
 
 
 def lower_precision(traced: Traced, tables: bool = False) -> Traced:
@@ -79,7 +43,7 @@ def lower_precision(traced: Traced, tables: bool = False) -> Traced:
 
 class _Lowering:
     def __init__(self, traced: Traced, tables: bool) -> None:
-        self.low = {**LOW, "embedding": 1} if tables else LOW
+        self.tables = tables
         self.graph, self.autocast = traced.graph, traced.autocast
         self.builder = Builder.beside(self.graph.sources)
         made = (v.name for n in self.graph.nodes for v in n.results)
@@ -114,20 +78,21 @@ class _Lowering:
 
     def lowered(self, node: Node, dtype: torch.dtype) -> Node:
         """The node on operands of the dtype that autocast has for its op."""
-        kind = bare(node.op)
-        if kind in self.low:
-            chosen = node.operands[: self.low[kind]]
-            return node.substitute(
-                lambda v: self.cast(v, dtype, node.location) if v in chosen else v
-            )
-        if kind in WIDE:
+        op, chosen = op_of(node), node.operands
+        if op.autocast == "low":
+            chosen = chosen[: op.lowered]
+        elif self.tables and node.name == "aten.embedding":
+            chosen = chosen[:1]
+        elif op.autocast == "wide":
             dtype = torch.float32
-        elif kind in EQUAL:
+        elif op.autocast == "equal":
             floats = [v.dtype for v in node.operands if v.dtype.is_floating_point]
             dtype = max(floats, key=lambda d: d.itemsize, default=dtype)
         else:
             return node
-        return node.substitute(lambda v: self.cast(v, dtype, node.location))
+        return node.substitute(
+            lambda v: self.cast(v, dtype, node.location) if v in chosen else v
+        )
 
     def cast(self, v: Value, dtype: torch.dtype, where: Location) -> Value:
         """The value in another precision, one for all of its readers."""

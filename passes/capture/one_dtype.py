@@ -7,20 +7,17 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Ops that want operands of one dtype, and functions of torch that do: they get the
-# widest of them.
-EQUAL = frozenset(
-    (
-        *("index_put", "index_add", "index_copy", "index_reduce", "masked_scatter"),
-        *("scatter", "scatter_add", "scatter_reduce", "lerp", "complex", "bilinear"),
-        *("cross", "linalg_cross", "dot", "vdot", "inner", "tensordot"),
-        *("addcmul", "addcdiv", "atan2"),
-    )
-)
+from ..ops.op import OPS
+
+
+def wants_one_dtype(function: str) -> bool:
+    """Whether a function of torch, by its name, wants operands of one dtype."""
+    op = OPS.get(f"aten.{function.removesuffix('_')}")
+    return op is not None and (op.autocast == "equal" or op.name == "aten.complex")
 
 
 class OneDtype(TorchFunctionMode):
-    """Gives the functions of `EQUAL` the widest dtype of their operands, where they
+    """Gives the functions that want one the widest dtype of their operands, where they
     would raise: autocast does so for few, on CUDA for more than on the CPU. What is
     written into keeps its dtype, and the rest gets that."""
 
@@ -29,7 +26,7 @@ class OneDtype(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name.removesuffix("_") not in EQUAL:
+        if not wants_one_dtype(name):
             return func(*args, **kwargs)
         operands = (*args, *kwargs.values())
         reals = [x for x in operands if isinstance(x, Tensor) and x.is_floating_point()]

@@ -8,12 +8,14 @@ one is refused: nobody would see it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..errors import CaptureError
 from ..graph import Node, Value, parameters, resolve, show
+from ..graph_text import OURS
 from ..ops.op import op_of
 
 # Where a tensor lies and how, which the rank that runs the program decides.
@@ -32,6 +34,14 @@ def call(op: str, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, 
     schema = resolve(op)._schema.arguments
     args = tuple(bound[a.name] for a in schema if not a.kwarg_only)
     return args, {a.name: bound[a.name] for a in schema if a.kwarg_only}
+
+
+@cache
+def shows_operand(op: str, written: bool = False) -> bool:
+    """Whether a result of an op shares memory with an operand, by torch's schema; of
+    those that are written in place only if asked for."""
+    returns = () if op.startswith(OURS) else resolve(op)._schema.returns
+    return any(r.alias_info and (written or not r.alias_info.is_write) for r in returns)
 
 
 def refuse_unread(node: Node) -> None:

@@ -217,6 +217,8 @@ OPS = (
         "query key value attn_mask dropout_p is_causal scale enable_gqa",
         extents=extents.attention,
         finite="always",
+        autocast="low",
+        lowered=3,  # a mask need not be
     ),
     Op(
         "autopar.attention",

@@ -9,8 +9,16 @@ HEEDED = {
     "_weight_norm": "v g dim",
     "broadcast_tensors": "tensors",
     "broadcast_to": "self size",
+    "glu": "self dim",
+    "nansum": "self dim keepdim dtype",
+    "rsub": "self other alpha",
+    "sum_to_size": "self size",
+    "tensor_split": "self sections indices dim",
+}
+
+# What autocast computes in float32.
+WIDE = {
     "cosine_embedding_loss": "input1 input2 target margin reduction",
-    "index_put": "self indices values accumulate",
     "hinge_embedding_loss": "self target margin reduction",
     "margin_ranking_loss": "input1 input2 target margin reduction",
     "multi_margin_loss": "self target p margin weight reduction",
@@ -18,14 +26,11 @@ HEEDED = {
     "poisson_nll_loss": "input target log_input full eps reduction",
     "soft_margin_loss": "self target reduction",
     "triplet_margin_loss": "anchor positive negative margin p eps swap reduction",
-    "glu": "self dim",
     "group_norm": "input num_groups weight bias eps cudnn_enabled",
     "logsumexp": "self dim keepdim",
-    "nansum": "self dim keepdim dtype",
-    "nll_loss": "self target weight reduction ignore_index",
-    "rsub": "self other alpha",
-    "sum_to_size": "self size",
-    "tensor_split": "self sections indices dim",
+    **dict.fromkeys(
+        ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"), ""
+    ),
 }
 
 # A reshape by whatever name: all elements, in their order.
@@ -48,8 +53,11 @@ MOVED: dict[str, tuple[str, Elements]] = {
     "type_as": ("self other", "cast"),
 }
 
+CLASSES = "self target weight reduction ignore_index"
+
 OPS = (
     *(Op(f"aten.{name}", heeds) for name, heeds in HEEDED.items()),
+    *(Op(f"aten.{name}", heeds, autocast="wide") for name, heeds in WIDE.items()),
     *(
         Op(f"aten.{name}", heeds, view="shape", put_back=parts.reshaped)
         for name, heeds in RESHAPED.items()
@@ -81,20 +89,48 @@ OPS = (
         part=parts.narrowed,
         put_back=parts.into_narrow,
     ),
-    Op("aten.select_scatter", "self src dim index", part=parts.picked),
-    Op("aten.slice_scatter", "self src dim start end step", part=parts.sliced),
-    Op("aten.repeat", "self repeats", extents=extents.repeated),
+    Op(
+        "aten.select_scatter",
+        "self src dim index",
+        part=parts.picked,
+        values="replaced",
+    ),
+    Op(
+        "aten.slice_scatter",
+        "self src dim start end step",
+        part=parts.sliced,
+        values="replaced",
+    ),
+    Op("aten.repeat", "self repeats", extents=extents.repeated, values="moved"),
     Op("aten.index", "self indices", extents=extents.indexed, counts=True),
-    Op("aten.index_select", "self dim index", extents=extents.selected_rows),
+    Op(
+        "aten.index_select",
+        "self dim index",
+        extents=extents.selected_rows,
+        values="moved",
+        looks_up="self index dim",
+    ),
     Op(
         "aten.cross_entropy_loss",
-        "self target weight reduction ignore_index label_smoothing",
+        f"{CLASSES} label_smoothing",
         extents=extents.cross_entropy,
+        autocast="wide",
+        labels="target",
     ),
     Op(
         "aten.nll_loss_nd",
-        "self target weight reduction ignore_index",
+        CLASSES,
         extents=extents.cross_entropy,
+        autocast="wide",
+        labels="target",
+    ),
+    Op("aten.nll_loss", CLASSES, autocast="wide", labels="target"),
+    Op("aten.nll_loss2d", autocast="wide", labels="target"),
+    Op(
+        "aten.index_put",
+        "self indices values accumulate",
+        values="replaced",
+        autocast="equal",
     ),
 )
 RESHAPES = frozenset({"aten.reshape", *(f"aten.{name}" for name in RESHAPED)})

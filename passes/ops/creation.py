@@ -30,7 +30,17 @@ OPS = (
     Op("aten.tril_indices", "row col offset dtype"),
     *_like("self", "lift_fresh_copy", elements="same"),
     Op(
-        "aten.triu", "self diagonal", "... m! n! -> ... m! n!", "default(x(a, b, c), 1)"
+        "aten.triu",
+        "self diagonal",
+        "... m! n! -> ... m! n!",
+        "default(x(a, b, c), 1)",
+        values="moved",
     ),
-    Op("aten.tril", "self diagonal", "... m! n! -> ... m! n!", "default(x(b, b))"),
+    Op(
+        "aten.tril",
+        "self diagonal",
+        "... m! n! -> ... m! n!",
+        "default(x(b, b))",
+        values="moved",
+    ),
 )

@@ -129,6 +129,7 @@ OPS = (
         derivative=d_embedding,
         traced_if=lambda cts, node: not cts.is_param(node.operands[0]),
         finite="kept",
+        looks_up="weight indices 0",
     ),
     Op(
         "comm.lookup", "table ids rows axes padding", derivative=d_lookup, called_with=4
@@ -143,6 +144,13 @@ OPS = (
         on_shard=pick_from,
     ),
     Op("comm.pick", "x index ignored extent axes", derivative=d_pick),
+    Op("aten.embedding_bag", looks_up="weight indices 0"),
+    Op("aten.take_along_dim", looks_up="self indices dim"),
+    Op("aten.index_add", looks_up="self index dim", autocast="equal"),
+    *(
+        Op(f"aten.{name}", autocast="equal")
+        for name in ("index_copy", "index_reduce", "masked_scatter", "scatter_reduce")
+    ),
     Op("autopar.embedding_grad_", "into dy ids padding"),
     Op("comm.lookup_grad_", "into dy ids rows axes padding"),
     Op("comm.pick_backward_add_", "into dy index extent axes"),
@@ -173,6 +181,7 @@ OPS = (
             "default(x(b, c, d), 0, ints(a, c, d)); default(x(c, d), 1, ints(b, d))"
         ),
         finite="kept",
+        looks_up="self index dim",
     ),
     Op(
         "aten.scatter",
@@ -180,6 +189,9 @@ OPS = (
         gathered,
         ("value(x(b, d), 1, ints(b, c), -99.0); src(x(b, d), 1, ints(b, a), x(b, a))"),
         finite="kept",
+        autocast="equal",
+        values="replaced",
+        looks_up="self index dim",
     ),
     Op(
         "aten.scatter_add",
@@ -187,5 +199,7 @@ OPS = (
         gathered,
         "default(x(c, d), 0, ints(a, d), x(a, d))",
         finite="kept",
+        autocast="equal",
+        looks_up="self index dim",
     ),
 )

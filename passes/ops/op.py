@@ -32,6 +32,8 @@ Linear = Literal["", "jointly", "in each", "in the first", "cast"]
 Finite = Literal["", "kept", "always"]
 # What a result of its operand's shape has at each place, see `Op`.
 Elements = Literal["", "same", "cast", "like"]
+# What torch.autocast computes in: half the bits, float32, or one dtype for all.
+Autocast = Literal["", "low", "wide", "equal"]
 
 
 class Place(Protocol):
@@ -113,6 +115,12 @@ class Op:
     another "order", as it is ("same"), "copies" of it, or a "part".
     elements: of a result of its operand's shape: the "same" at each place, "cast" to
     another dtype, or "like" them: made of that one alone, or of none.
+    values: the integers in its result are those of its first operand, "moved", or some
+    are "replaced" by others. looks_up: the arguments that are a table, what picks its
+    rows, and the table's dim, or that dim. labels: the argument with a loss's classes.
+    autocast: what torch.autocast computes it in: "low" precision, "wide" numbers, or
+    the dtype that makes operands "equal". lowered: how many operands low precision
+    casts, None: all.
     part: of an op that takes or writes a part of one dim: where it begins and ends.
     put_back: what a node, a view, is called with to put what it shows back into its
     operand: of the node, the operand and the new part, the op and its arguments.
@@ -150,6 +158,11 @@ class Op:
     finite: Finite | Callable[[Node], Finite] = ""
     view: Literal["", "shape", "order", "same", "copies", "part"] = ""
     elements: Elements = ""
+    values: Literal["", "moved", "replaced"] = ""
+    looks_up: str = ""
+    labels: str = ""
+    autocast: Autocast = ""
+    lowered: int | None = None
     part: Callable[[Node], tuple[int, int]] | None = None
     put_back: Callable[[Node, Value, Value], tuple[str, tuple[Any, ...]]] | None = None
     extents: Callable[[Unite, Node], None] | None = None

@@ -3,6 +3,8 @@ of; casts; losses that `normalize` leaves unreduced."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..graph import Node, Value
 from ..ops import parts
 from ..ops.cotangents import Cotangents
@@ -28,8 +30,12 @@ def cast(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     return [None if dy is None else cts.cast(dy, node.operands[0], node)]
 
 
-def _heeded(name: str, heeds: str, finite: Finite = "kept") -> Op:
-    return Op(f"aten.{name}", heeds, "pointwise", finite=finite)
+def _heeded(name: str, heeds: str, finite: Finite = "kept", **declared: Any) -> Op:
+    return Op(f"aten.{name}", heeds, "pointwise", finite=finite, **declared)
+
+
+def _loss(name: str, heeds: str, finite: Finite = "kept") -> Op:
+    return _heeded(name, f"self target {heeds}", finite, autocast="wide")
 
 
 def by_number(node: Node) -> Finite:
@@ -110,13 +116,18 @@ OPS = (
         spelling="torch.neg",
         in_place=".neg_",
     ),
-    Op("aten.log", spelling="torch.log", in_place="aten.log_.default"),
-    Op("aten.rsqrt", spelling="torch.rsqrt", in_place="aten.rsqrt_.default"),
+    Op("aten.log", spelling="torch.log", in_place="aten.log_.default", autocast="wide"),
+    Op(
+        "aten.rsqrt",
+        spelling="torch.rsqrt",
+        in_place="aten.rsqrt_.default",
+        autocast="wide",
+    ),
     Op("aten.gelu", keeps=(0,), row_by_row=True, finite="kept"),
     Op("aten.relu", keeps=(0,), row_by_row=True, finite="kept"),
     Op("aten.sigmoid", row_by_row=True, finite="always"),
     Op("aten.tanh", row_by_row=True, finite="always"),
-    Op("aten.clamp", row_by_row=True, finite="kept"),
+    Op("aten.clamp", row_by_row=True, finite="kept", values="replaced"),
     Op("aten.silu", "self", "pointwise", keeps=(0,), row_by_row=True, finite="kept"),
     Op(
         "aten.pow",
@@ -129,12 +140,31 @@ OPS = (
         traced_if=lambda cts, node: (
             node.arg("exponent") != 2 or node.out.dtype.is_complex
         ),
+        autocast="wide",
     ),
     *(
         Op(f"aten.{name}", finite="kept")
-        for name in ("abs", "cos", "elu", "erf", "masked_fill", "sin", "softplus")
+        for name in ("abs", "cos", "elu", "erf", "sin")
     ),
-    *(Op(f"aten.{name}", finite="kept") for name in ("maximum", "minimum")),
+    *(
+        Op(f"aten.{name}", finite="kept", values="replaced")
+        for name in ("masked_fill", "maximum", "minimum")
+    ),
+    Op("aten.clamp_min", values="replaced"),
+    Op("aten.softplus", finite="kept", autocast="wide"),
+    *(
+        Op(f"aten.{name}", autocast="wide")
+        for name in (
+            *("exp", "expm1", "log10", "log1p", "log2", "reciprocal", "erfinv"),
+            *("acos", "asin", "cosh", "sinh", "tan"),
+            # Of complex numbers in half the bits, most do not exist.
+            *("complex", "polar"),
+        )
+    ),
+    *(
+        Op(f"aten.{name}", autocast="equal")
+        for name in ("lerp", "addcmul", "addcdiv", "atan2")
+    ),
     Op(
         "aten.to",
         "self dtype other copy",
@@ -156,6 +186,7 @@ OPS = (
         finite="kept",
         derivative=chosen,
         traced_if=lambda cts, node: node.operands[1].type != node.out.type,
+        values="replaced",
     ),
     _heeded("__and__", "self other"),
     _heeded("__or__", "self other"),
@@ -163,19 +194,17 @@ OPS = (
     _heeded("square", "self"),
     _heeded("mish", "self"),
     _heeded("log_sigmoid", "self"),
-    _heeded("copy", "self src"),
+    _heeded("copy", "self src", values="replaced"),
     _heeded("fill", "self value"),
     _heeded("zero", "self"),
     _heeded("leaky_relu", "self negative_slope"),  # tagged from torch 2.12 on
-    _heeded("mse_loss", "self target reduction"),
-    _heeded("l1_loss", "self target reduction"),
-    _heeded("smooth_l1_loss", "self target reduction beta"),
-    _heeded("huber_loss", "self target reduction delta"),
-    _heeded("binary_cross_entropy", "self target weight reduction", ""),
-    _heeded(
-        "binary_cross_entropy_with_logits", "self target weight pos_weight reduction"
-    ),
-    _heeded("kl_div", "self target reduction log_target", ""),
+    _loss("mse_loss", "reduction"),
+    _loss("l1_loss", "reduction"),
+    _loss("smooth_l1_loss", "reduction beta"),
+    _loss("huber_loss", "reduction delta"),
+    _loss("binary_cross_entropy", "weight reduction", ""),
+    _loss("binary_cross_entropy_with_logits", "weight pos_weight reduction"),
+    _loss("kl_div", "reduction log_target", ""),
     Op(
         "autopar.masked_scale",
         "x keep scale",

@@ -180,6 +180,7 @@ OPS = (
         keeps=(0,),
         derivative=linear,
         spelling="F.linear",
+        autocast="low",
     ),
     Op(
         "aten.matmul",
@@ -198,6 +199,7 @@ OPS = (
         derivative=matmul,
         traced_if=_of_other_shapes,
         spelling="torch.matmul",
+        autocast="low",
     ),
     Op(
         "aten.bmm",
@@ -210,6 +212,7 @@ OPS = (
         keeps=(0, 1),
         derivative=matrices,
         traced_if=_of_other_shapes,
+        autocast="low",
     ),
     Op(
         "aten.baddbmm",
@@ -220,6 +223,7 @@ OPS = (
         is_product=True,
         flops=added_by_columns,
         finite="kept",
+        autocast="low",
     ),
     Op(
         "aten.mm",
@@ -228,6 +232,7 @@ OPS = (
         "default(x(a, b), x(b, c))",
         linear="in each",
         flops=by_columns,
+        autocast="low",
     ),
     Op(
         "aten.addmm",
@@ -238,9 +243,10 @@ OPS = (
         "default(x(c), x(a, b), x(b, c)); default(x(a, c), x(a, b), x(b, c))",
         flops=added_by_columns,
         finite="kept",
+        autocast="low",
     ),
-    Op("aten.mv", "self vec", flops=by_columns),
-    Op("aten.dot", "self tensor", flops=by_columns),
+    Op("aten.mv", "self vec", flops=by_columns, autocast="low"),
+    Op("aten.dot", "self tensor", flops=by_columns, autocast="equal"),
     Op(
         "aten.einsum",
         "equation tensors path",
@@ -254,6 +260,7 @@ OPS = (
         linear="in each",
         is_product=True,
         flops=of_einsum,
+        autocast="low",
     ),
     Op(
         "aten.conv1d",
@@ -269,7 +276,22 @@ OPS = (
         flops=of_filters,
         sizes=_filter_each,
         finite="kept",
+        autocast="low",
     ),
+    *(
+        Op(f"aten.{name}", autocast="low")
+        for name in (
+            *("addmv", "addr", "addbmm", "chain_matmul", "prelu", "linalg_vecdot"),
+            *("conv2d", "conv3d", "convolution", "_convolution", "linalg_multi_dot"),
+            *("conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        )
+    ),
+    Op("aten._grouped_mm", autocast="low", lowered=2),
+    *(
+        Op(f"aten.{name}", autocast="equal")
+        for name in ("cross", "inner", "linalg_cross", "tensordot", "vdot")
+    ),
+    Op("aten.bilinear", autocast="equal"),
     Op("autopar.affine", "x weight bias", flops=by_columns, derivative=affine),
     Op("autopar.bias_grad_", "into dy"),
     Op("autopar.linear_weight_grad_", "into dy x", flops=of_weight_grad),

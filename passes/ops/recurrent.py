@@ -36,12 +36,13 @@ def _example(gates: int, x: str, states: str, batch_first: bool) -> str:
     return f"input({x}, {states}, {weights}, {flags})"
 
 
-OPS = tuple(
-    Op(f"aten.{name}", HEEDS, rule, examples, flops=flops)
-    for name, examples in {
-        "lstm": _example(4, "x(b, c, d)", "(x(1, b, a), x(1, b, a))", True),
-        "gru": _example(3, "x(c, b, d)", "x(1, b, a)", False),
-        "rnn_tanh": _example(1, "x(b, c, d)", "x(1, b, a)", True),
-        "rnn_relu": _example(1, "x(b, c, d)", "x(1, b, a)", True),
-    }.items()
+EXAMPLES = {
+    "lstm": _example(4, "x(b, c, d)", "(x(1, b, a), x(1, b, a))", True),
+    "gru": _example(3, "x(c, b, d)", "x(1, b, a)", False),
+    "rnn_tanh": _example(1, "x(b, c, d)", "x(1, b, a)", True),
+    "rnn_relu": _example(1, "x(b, c, d)", "x(1, b, a)", True),
+}
+OPS = (
+    *(Op(f"aten.{n}", HEEDS, rule, x, flops=flops) for n, x in EXAMPLES.items()),
+    *(Op(f"aten.{name}_cell", autocast="low") for name in EXAMPLES),
 )

@@ -101,6 +101,7 @@ OPS = (
             "default(x(a, b), dtype=torch.int64)"
         ),
         linear="jointly",
+        autocast="wide",
     ),
     Op(
         "aten.mean",
@@ -108,6 +109,7 @@ OPS = (
         reduced("!"),
         "default(x(a, b)); dim(x(a, b, c), (-1,), True)",
         finite="kept",
+        autocast="wide",
     ),
     Op(
         "aten.amax",
@@ -132,6 +134,7 @@ OPS = (
         "self ord dim keepdim dtype",
         reduced("!"),
         "default(x(a, b), 2.0); default(x(a, b), 2.0, (1,), True)",
+        autocast="wide",
     ),
     Op(
         "aten.softmax",
@@ -142,6 +145,7 @@ OPS = (
         rowwise=True,
         keeps=("result",),
         finite="always",
+        autocast="wide",
     ),
     Op(
         "aten._softmax",
@@ -153,15 +157,28 @@ OPS = (
     ),
     Op("aten._softmax_backward_data", rowwise=True),
     Op(
-        "aten.log_softmax", "self dim dtype", along, "int(x(a, b, c), 0)", finite="kept"
+        "aten.log_softmax",
+        "self dim dtype",
+        along,
+        "int(x(a, b, c), 0)",
+        finite="kept",
+        autocast="wide",
     ),
-    Op("aten.cumsum", "self dim dtype", along, "default(x(a, b, c), 1)", finite="kept"),
+    Op(
+        "aten.cumsum",
+        "self dim dtype",
+        along,
+        "default(x(a, b, c), 1)",
+        finite="kept",
+        autocast="wide",
+    ),
     Op(
         "aten.roll",
         "self shifts dims",
         lambda node: along(node, "dims"),
         "default(x(a, b, c), (1,), (1,)); default(x(a, b), (1,))",
         finite="kept",
+        values="moved",
     ),
     Op(
         "aten.topk",
@@ -201,6 +218,7 @@ OPS = (
         keeps=(0,),
         sizes=normal_sizes,
         finite="kept",
+        autocast="wide",
     ),
     Op(
         "aten.rms_norm",
@@ -212,9 +230,22 @@ OPS = (
         keeps=(0,),
         sizes=normal_sizes,
         finite="kept",
+        autocast="wide",
     ),
-    Op("aten.native_layer_norm", rowwise=True, spelling="torch.native_layer_norm"),
+    Op(
+        "aten.native_layer_norm",
+        rowwise=True,
+        spelling="torch.native_layer_norm",
+        autocast="wide",
+    ),
     Op("aten.native_layer_norm_backward", rowwise=True),
+    *(
+        Op(f"aten.{name}", autocast="wide")
+        for name in (
+            *("norm", "linalg_matrix_norm", "frobenius_norm", "nuclear_norm", "renorm"),
+            *("prod", "cumprod", "dist", "pdist", "cdist", "cosine_similarity"),
+        )
+    ),
     Op(
         "autopar.sum_exp",
         "x largest",

@@ -208,6 +208,7 @@ OPS = (
         spelling=".expand",
     ),
     Op("aten.unfold", view="copies"),
+    *(Op(f"aten.{name}", values="moved") for name in ("flip", "unsafe_split")),
     Op("aten.as_strided", view="copies"),
     Op(
         "aten.slice",
@@ -285,6 +286,7 @@ OPS = (
         linear="jointly",
         extents=extents.joined,
         spelling="torch.cat",
+        values="replaced",
     ),
     Op(
         "aten.stack",
@@ -293,6 +295,7 @@ OPS = (
         "default((x(a, b), x(a, b)), 1); default((x(a, b), x(a, b)), dim=-1)",
         linear="jointly",
         extents=extents.stacked,
+        values="replaced",
     ),
     Op(
         "aten.pad",
@@ -300,6 +303,7 @@ OPS = (
         changed_whole,
         "default(x(a, b, c), (1, 2, 0, 0)); default(x(a, b, c), (0, 0, 1, -1))",
         extents=extents.padded,
+        values="replaced",
     ),
     Op(
         "aten.constant_pad_nd",
@@ -307,6 +311,7 @@ OPS = (
         changed_whole,
         "default(x(a, b), (0, -1), 1.0)",
         extents=extents.padded,
+        values="replaced",
     ),
     Op(
         "aten.repeat_interleave",
@@ -315,6 +320,7 @@ OPS = (
         "self_int(x(a, b, c), 3, dim=1); self_int(x(a, b), 2)",
         extents=extents.copied,
         sizes=length_of_copies,
+        values="moved",
     ),
     Op(
         "aten.view_as_complex",
@@ -323,6 +329,7 @@ OPS = (
         "default(x(a, b, 2))",
         # Pairs must lie next to each other, which gradients of views do not.
         spelling="torch.view_as_complex({0}.contiguous())",
+        autocast="wide",
     ),
     Op(
         "aten.view_as_real",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 
-from ..graph import Graph, Node, Value, bare, resolve
-from ..ops.arguments import arguments
+from ..graph import Graph, Node, Value, bare
+from ..ops.arguments import arguments, shows_operand
+from ..ops.op import op_of, shows_all
 
 INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
 DOCUMENT = "document"
@@ -74,30 +74,7 @@ class _Uses:
         return InputRange(role, low, high, () if self.strict else tuple(outside))
 
 
-# Ops beside views whose result holds values of their first tensor, and no others.
-REARRANGES = {
-    "clone", "flip", "index_select", "lift_fresh_copy", "repeat", "repeat_interleave",
-    "roll", "tril", "triu", "type_as", "unsafe_split", "_to_copy", "_unsafe_view",
-}  # fmt: skip
-# Those that put others in some places: the model's own, which it can look up.
-REPLACES = {
-    "cat", "clamp", "clamp_min", "constant_pad_nd", "copy", "index_put", "masked_fill",
-    "maximum", "minimum", "pad", "scatter", "select_scatter", "slice_scatter", "stack",
-    "where",
-}  # fmt: skip
-# Of lookups: the arguments of the table, the index, and the dim of the table.
-TABLES: dict[str, tuple[str, str, str | int]] = {
-    "embedding": ("weight", "indices", 0),
-    "embedding_bag": ("weight", "indices", 0),
-    "gather": ("self", "index", "dim"),
-    "index_add": ("self", "index", "dim"),
-    "index_select": ("self", "index", "dim"),
-    "scatter": ("self", "index", "dim"),
-    "scatter_add": ("self", "index", "dim"),
-    "take_along_dim": ("self", "indices", "dim"),
-}
-LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"}
-COMPARED = {"eq", "ne"}
+COMPARED, LOGICAL = {"eq", "ne"}, {"logical_not", "logical_and", "logical_or"}
 # A comparison with 0 (or -1) that takes out the negative ones.
 SIGNS = {("ge", 0), ("gt", -1), ("lt", 0), ("le", -1)}
 IGNORED = -100  # torch's own
@@ -122,22 +99,9 @@ def find_input_ranges(graph: Graph) -> dict[str, InputRange]:
     return {name: moved.range() for name, moved in uses.items()}
 
 
-def _name(node: Node) -> str:
-    """`masked_fill` of `aten.masked_fill.Scalar`, and of `aten.masked_fill_.Scalar`."""
-    return bare(node.op).rstrip("_")
-
-
 def _rearranges(node: Node) -> bool:
     """Whether its results hold values of its first tensor alone, as views do."""
-    shows = node.op.startswith("aten.") and _shows_operand(node.op)
-    return shows or _name(node) in REARRANGES
-
-
-@cache
-def _shows_operand(op: str) -> bool:
-    """Whether a result is a view, by torch's schema."""
-    shown = (r.alias_info for r in resolve(op)._schema.returns)
-    return any(info is not None and not info.is_write for info in shown)
+    return op_of(node).values == "moved" or shows_all(node) or shows_operand(node.op)
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -151,11 +115,11 @@ def _of(value: Any, origins: Mapping[str, set[_Origin]]) -> set[_Origin]:
 
 def _moved(node: Node, origins: Mapping[str, set[_Origin]]) -> Iterator[_Origin]:
     """The origins of what a node makes."""
-    name = _name(node)
+    name, op = bare(node.op), op_of(node)
     to_bool = any(v.dtype is torch.bool for v in node.results)
     if _rearranges(node) and node.operands:
         yield from (o for o in _of(node.operands[0], origins) if not to_bool)
-    elif name in REPLACES and not to_bool and not _arguments(node).get("accumulate"):
+    elif op.values == "replaced" and not to_bool and not node.arg("accumulate"):
         for value in node.operands:
             for o in _of(value, origins):
                 yield _Origin(o.field, o.shift, guarded=True)
@@ -171,15 +135,15 @@ def _note_uses(
     node: Node, origins: Mapping[str, set[_Origin]], uses: Mapping[str, _Uses]
 ) -> None:
     """What a node does with values of a field."""
-    name = _name(node)
+    name, labels = bare(node.op), op_of(node).labels
     for index, rows in _lookups(node):
         for o in _of(index, origins):
             uses[o.field].rows.append((-o.shift, rows - o.shift))
             uses[o.field].strict |= not o.guarded
     bound = _arguments(node)
-    if name in LOSSES and not bound["target"].dtype.is_floating_point:
+    if labels and not bound[labels].dtype.is_floating_point:
         shape = bound["self"].shape
-        for o in _of(bound["target"], origins):
+        for o in _of(bound[labels], origins):
             classes = shape[1] if len(shape) > 1 else shape[0]
             uses[o.field].rows.append((-o.shift, classes - o.shift))
             ignored = bound["ignore_index"]
@@ -196,11 +160,7 @@ def _note_uses(
         for o in _of(x, origins):
             uses[o.field].compared.add(IGNORED)
     if any(v.dtype is torch.bool for v in node.results):
-        moves = _rearranges(node) or name in (
-            "logical_not",
-            "logical_and",
-            "logical_or",
-        )
+        moves = _rearranges(node) or name in LOGICAL
         for value in node.operands if moves else ():
             for o in _of(value, origins):
                 uses[o.field].is_mask = True
@@ -208,11 +168,10 @@ def _note_uses(
 
 def _lookups(node: Node) -> Iterator[tuple[Any, int]]:
     """(index, rows of the table) of each that a node looks up."""
-    name, bound = _name(node), _arguments(node)
-    if name in TABLES:
-        table, index, dim = TABLES[name]
-        if isinstance(dim, str):
-            dim = bound.get(dim) or 0
+    name, bound = bare(node.op), _arguments(node)
+    if looks_up := op_of(node).looks_up:
+        table, index, place = looks_up.split()
+        dim = int(place) if place.isdigit() else bound.get(place) or 0
         if bound[table].shape:
             yield bound[index], bound[table].shape[dim]
     elif name in ("index", "index_put", "_unsafe_index"):
