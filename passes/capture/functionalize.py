@@ -16,7 +16,7 @@ from ..builder import Builder
 from ..capture.views import is_view, put_back
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short, without_overload
-from ..ops.arguments import arguments
+from ..ops.arguments import arguments, shows_operand
 from ..ops.evaluate import results_like
 from ..ops.random import draw_of
 
@@ -178,8 +178,8 @@ class _Memory:
         place = self.memory.get(v.name)
         places = [self.memory.get(x.name) for x in node.operands]
         if place is None or None in places:
-            declared = any(r.alias_info for r in _operator(node)._schema.returns)
-            return node.operands[0] if declared else None
+            shown = shows_operand(node.op, written=True)
+            return node.operands[0] if shown else None
         return node.operands[places.index(place)] if place in places else None
 
     def check(self, target: Value, node: Node, position: int) -> bool:

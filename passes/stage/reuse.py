@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from types import MappingProxyType
 
 import torch
 
-from ..graph import Node, Value, parameters, resolve
+from ..graph import Node, Value, parameters
+from ..ops.arguments import shows_operand
 from ..ops.op import OPS, is_view, op_of
 from ..shard.collectives import arrives_in_place
 
@@ -144,7 +144,7 @@ def may_alias(node: Node) -> bool:
         or node.op == "comm.shard"
     ):
         return True
-    return node.op.startswith("aten.") and _says_alias(node.op)
+    return shows_operand(node.op, written=True)
 
 
 def takes_memory(node: Node) -> bool:
@@ -168,11 +168,6 @@ def _splits_only(shape: Sequence[int], into: Sequence[int]) -> bool:
         if extent != n:
             return False
     return all(n == 1 for n in rest)
-
-
-@cache
-def _says_alias(op: str) -> bool:
-    return any(r.alias_info is not None for r in resolve(op)._schema.returns)
 
 
 def _free_operand(
