@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 from autopar.machine.cluster_file import number
-from autopar.passes.mesh import CONTEXT, TENSOR_AXES, Mesh, MeshError, usual_split
+from autopar.passes.mesh import CONTEXT_AXES, TENSOR_AXES, Mesh, MeshError, usual_split
 from autopar.passes.plan import (
     AUTO,
     BACKENDS,
@@ -246,13 +246,14 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
             f"context_parallel={context_parallel!r}",
             fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
         )
-    split[CONTEXT] = CONTEXT_PARALLEL[context_parallel]
+    split |= dict.fromkeys(CONTEXT_AXES, CONTEXT_PARALLEL[context_parallel])
     where = read_mesh(mesh)
     layout = decisions.pop("cp_layout", None)
     decisions["memory"] = read_bytes(decisions.get("memory", 0))
     decisions["hints"] = _hints(decisions.get("hints") or {})
-    hinted = any(hint.endswith("/cp") for hint in decisions["hints"].values())
-    by_rows = where.axis_size(CONTEXT) > 1 and context_parallel != "ulysses"
+    ends = tuple(f"/{axis}" for axis in CONTEXT_AXES)
+    hinted = any(hint.endswith(ends) for hint in decisions["hints"].values())
+    by_rows = where.context_ranks > 1 and context_parallel != "ulysses"
     balances = by_rows and not hinted
     decisions["zigzag"] = _zigzag(context_parallel, layout, balances)
     return Plan(where, split=split, **decisions)
@@ -283,7 +284,8 @@ def _zigzag(
             "where every rank sees all rows",
             fix="leave cp_layout out",
         )
-    return (CONTEXT,) if layout == "zigzag" or (balances and layout is None) else ()
+    is_zigzag = layout == "zigzag" or (balances and layout is None)
+    return CONTEXT_AXES if is_zigzag else ()
 
 
 def read_bytes(size: int | str) -> int:

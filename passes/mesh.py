@@ -17,8 +17,6 @@ from .ranges import RANKS, shown
 
 PIPELINE, DATA, CONTEXT, EXPERT, TENSOR = "pp", "dp", "cp", "ep", "tp"
 SHARDED_DATA, QUERY_GROUP = "fsdp", "qp"
-TENSOR_AXES = (TENSOR, QUERY_GROUP)
-"""Tensor parallel as one axis or two, see `passes.shard.query_groups`."""
 TIME = "time"
 """The axis of microbatches: it splits dims like any other, but no rank lies on it."""
 
@@ -52,9 +50,19 @@ class Axis:
         return "batch" in self.splits
 
     @property
+    def splits_heads(self) -> bool:
+        """Whether its ranks share the work on each token."""
+        return "heads" in self.splits
+
+    @property
     def splits_only_samples(self) -> bool:
         """Whether its ranks compute the same, each of its own samples."""
         return self.splits == ("batch",)
+
+    @property
+    def splits_only_seq(self) -> bool:
+        """Whether each of its ranks has some rows of all samples."""
+        return self.splits == ("seq",)
 
 
 # The axes that a mesh may have, outermost first, as a search lays them out (the last
@@ -80,6 +88,9 @@ AXES: dict[str, Axis] = {
     ),
     QUERY_GROUP: Axis(("heads", "q_per_kv", "ffn", "vocab", "seq")),
 }
+TENSOR_AXES = tuple(name for name, axis in AXES.items() if axis.splits_heads)
+"""Tensor parallel as one axis or two, see `passes.shard.query_groups`."""
+CONTEXT_AXES = tuple(name for name, axis in AXES.items() if axis.splits_only_seq)
 
 
 def usual_split() -> dict[str, tuple[str, ...]]:
@@ -174,6 +185,11 @@ class Mesh:
     def sample_ranks(self) -> int:
         """The number of parts that a batch is split into."""
         return prod(n for name, n in self.axes if AXES[name].splits_samples)
+
+    @property
+    def context_ranks(self) -> int:
+        """The number of parts that each sample is split into."""
+        return prod(n for name, n in self.axes if name in CONTEXT_AXES)
 
     @cached_property
     def needs_zero(self) -> bool:

@@ -23,7 +23,7 @@ from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.errors import LossNotSeparable
-from autopar.passes.mesh import Mesh
+from autopar.passes.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from autopar.passes.plan import RECOMPUTE, Plan, PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
@@ -251,9 +251,9 @@ def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> 
     # A layer is priced with one sample of a rank and with two.
     ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
     sizes: dict[str, Any] = {
-        "tp": tuple(t for t in tp if cluster.devices % t == 0),
-        "cp": _context_sizes(of, cluster, batch, node),
-        "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
+        TENSOR: tuple(t for t in tp if cluster.devices % t == 0),
+        CONTEXT: _context_sizes(of, cluster, batch, node),
+        EXPERT: (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
         "recompute": RECOMPUTE if of.has_attention_scores else ("none", "full"),
     }
     return Space(cluster, batch, of.runs, **{**sizes, **decided}, groups=groups)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ..mesh import AXES, CONTEXT, Mesh
+from ..mesh import AXES, Mesh
 from ..plan import AUTO
 from ..schedule.make_schedule import SCHEDULES, place_stages
 from ..schedule.order import place_order
@@ -43,7 +43,7 @@ class Candidate:
             schedule += f" x{self.stages_per_rank}"
         pipeline = f", {schedule}" if mesh.pipeline_ranks > 1 else ""
         zero = f", zero {self.zero}" if self.zero else ""
-        context = f", {self.context_parallel}" if mesh.axis_size(CONTEXT) > 1 else ""
+        context = f", {self.context_parallel}" if mesh.context_ranks > 1 else ""
         again = f", recompute {self.recompute}" if self.recompute != "none" else ""
         plural = "es" if self.microbatches > 1 else ""
         return (

@@ -82,7 +82,7 @@ def candidates(space: Space) -> Iterator[Candidate]:
 def contexts(space: Space, mesh: Mesh) -> tuple[str, ...]:
     """How attention may work on cp. Candidates have the first, as the others make but
     a small difference; it is found out for the best of them."""
-    return space.context_parallel if mesh.axis_size(CONTEXT) > 1 else ("gather",)
+    return space.context_parallel if mesh.context_ranks > 1 else ("gather",)
 
 
 def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from ..mesh import CONTEXT, Mesh
+from ..mesh import CONTEXT_AXES, TENSOR_AXES, Mesh
 from ..plan import AUTO
 from ..price.account import Account
 from ..price.candidate import Candidate
@@ -34,7 +34,6 @@ from ..search.by_formula import (
 from ..search.candidates import ALIKE, Space, candidates
 from ..search.recompute_whole import with_whole_layers
 from ..search.top_candidates import Fit, best_cuts, made_schedules, other_ways
-from ..shard.query_groups import TENSOR_AXES
 
 SHORTLIST = 12
 TRIED = 3 * SHORTLIST  # on paper at most, if one of them fits
@@ -235,7 +234,7 @@ def _simpler(candidate: Candidate) -> Iterator[tuple[Candidate, int]]:
     ranks share that: with nothing computed again, backwards whole, or axes left out."""
     for policy in sorted({"none", candidate.recompute}):
         whole = replace(candidate, recompute=policy, schedule=USUAL_SCHEDULE)
-        for left_out in (), TENSOR_AXES, (CONTEXT,), (CONTEXT, *TENSOR_AXES):
+        for left_out in (), TENSOR_AXES, CONTEXT_AXES, CONTEXT_AXES + TENSOR_AXES:
             axes = tuple(x for x in candidate.mesh.axes if x[0] not in left_out)
             parts = candidate.mesh.size // prod(n for _, n in axes)
             if parts > 1 or not left_out:

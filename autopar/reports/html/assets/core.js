@@ -108,8 +108,7 @@ const empty = (text, command) => h("div", { class: "panel empty" }, h("p", { sty
 /** A word of a shell's command. */
 const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 const compileCommand = (plan) => `autopar compile ${quoted(plan.model)} --plan ${quoted(plan.folder)} -o ${quoted(plan.folder)}`;
-const AXES = ["pp", "dp", "fsdp", "cp", "ep", "tp", "qp"];
-const axisColor = (axis) => (AXES.includes(axis) ? `var(--${axis})` : "var(--whole)");
+const axisColor = (axis) => `var(--${axis || "whole"}, var(--whole))`;
 /** A colour of the page as the canvas takes it. */
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
