@@ -57,7 +57,10 @@ def parse_json(text: str, where: str, error: type[AutoparError], fix: str = "") 
 def decode(
     kind: Any, data: Any, where: str, error: type[AutoparError], fix: str = AGAIN
 ) -> Any:
-    """A value of a type, from what JSON has of it. Raises `error`, naming the place."""
+    """A value of a type, from what JSON has of it. Raises `error`, naming the place.
+
+    fix: of each error; "": it says what is wanted.
+    """
     return _Reader(error, fix).read(kind, data, where)
 
 
@@ -117,10 +120,12 @@ class _Reader:
                 fix=f"the keys are {', '.join(sorted(known))}",
             )
         if missing := sorted(needed - set(data)):
-            raise self.error(f"{where} has no '{missing[0]}'", fix=self.fix)
+            fix = self.fix or f"add {missing[0]} = ..."
+            raise self.error(f"{where} has no '{missing[0]}'", fix=fix)
 
     def refuse(self, where: str, data: Any, wanted: str) -> Any:
-        raise self.error(f"{where} is {shown(data)}, not {wanted}", fix=self.fix)
+        fix = self.fix or f"write {wanted}"
+        raise self.error(f"{where} is {shown(data)}, not {wanted}", fix=fix)
 
 
 def decode_fields(

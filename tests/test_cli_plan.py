@@ -316,7 +316,7 @@ CLUSTER = {"devices": 4, "device": {"name": "A100-80GB"}}
         ({**CLUSTER, "device": {"name": "CPU", "ram": 1}}, "unknown key 'ram'"),
         ({**CLUSTER, "device": {"name": "CPU", "memory": "8 beans"}}, "device.memory"),
         ({**CLUSTER, "device": {"name": "CPU", "memory": -1}}, "memory of device CPU"),
-        ({**CLUSTER, "links": {}}, "'links' is no list"),
+        ({**CLUSTER, "links": {}}, "'links' is {}, not a list"),
         ({**CLUSTER, "links": [{"devices": 4}]}, "links has no"),
         ([1], "holds no table of keys"),
     ],

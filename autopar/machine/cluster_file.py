@@ -28,13 +28,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from autopar.machine.fabrics import FABRICS, Fabric
 from autopar.machine.hardware import DEVICES, make_cluster
-from autopar.passes.decode import parse_json
+from autopar.passes.decode import decode, decode_fields, parse_json
 from autopar.passes.price.cluster import Cluster, ClusterError, Device, Level
 from autopar.passes.ranges import RANKS, shown
 from autopar.read_file import parse_toml, read_text
@@ -44,6 +44,7 @@ UNITS = {
     **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
 }
 WRITE = "give a cluster file: TOML or JSON with devices, device and links"
+LINKS = "write [[links]] for each level"
 NUMBER = re.compile(
     r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
     r"\s*([KMGTPk]i?)?(?:B|FLOP)?(?:/s)?"
@@ -56,36 +57,49 @@ def read_cluster(path: str | Path) -> Cluster:
     return cluster_from(_parse(path, read_text(path, ClusterError, WRITE)))
 
 
+@dataclass(frozen=True)
+class _File:
+    devices: Any
+    device: Any
+    links: Any = None
+    cores: Any = 0
+
+
+@dataclass(frozen=True)
+class _Links(Level):
+    """Links as a file has them. nics: of a node, None for one of each device."""
+
+    fabric: str = ""
+    nics: int | None = None
+
+
 def cluster_from(data: Any) -> Cluster:
     """The cluster that the keys of a cluster file stand for. Raises ClusterError."""
-    allowed = {"devices", "device", "links", "cores"}
-    _known("the cluster", data, allowed, {"devices", "device"})
-    device = _device(data["device"])
-    devices = _whole("devices", data["devices"])
-    if "links" not in data:
-        if device.name not in DEVICES:
-            raise ClusterError(
-                f"'links' of {device.name} are missing",
-                fix="add a [[links]] table for each level, innermost first",
-            )
-        made = make_cluster(DEVICES[device.name], devices)
-        levels = made.levels
+    file: _File = decode(_File, data, "the cluster", ClusterError, "")
+    device = _device(file.device)
+    devices = _whole("devices", file.devices)
+    if file.links is not None:
+        levels: tuple[Level, ...] = ()
+        kind = list[dict[str, Any]]
+        for links in decode(kind, file.links, "'links'", ClusterError, LINKS):
+            levels += (_level(links, levels[-1].devices if levels else 1),)
+    elif device.name in DEVICES:
+        levels = make_cluster(DEVICES[device.name], devices).levels
     else:
-        levels = _levels(_tables(data["links"]))
-    cores = number("cores", data.get("cores", 0))
-    return Cluster(device, devices, levels, cores=cores)
+        raise ClusterError(
+            f"'links' of {device.name} are missing",
+            fix="add a [[links]] table for each level, innermost first",
+        )
+    return Cluster(device, devices, levels, cores=number("cores", file.cores))
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
     """A cluster as the keys of a cluster file, which stand for the same; without what
     was measured, which is in a profile."""
-    own = (f.name for f in fields(Device) if f.name != "ops")
-    device = {name: getattr(cluster.device, name) for name in own}
-    links = [asdict(level) for level in cluster.levels]
     return {
         "devices": cluster.devices,
-        "device": device,
-        "links": links,
+        "device": _without_ops(cluster.device),
+        "links": [asdict(level) for level in cluster.levels],
         "cores": cluster.cores,
     }
 
@@ -99,45 +113,36 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _device(data: Any) -> Device:
-    if isinstance(data, str):
-        data = {"name": data}
-    allowed = {f.name for f in fields(Device)} - {"ops"}
-    _known("device", data, allowed, {"name"})
-    name = _read("device.name", data["name"])
-    base: dict[str, Any] = {}
-    if name in DEVICES:
-        base = {f: getattr(DEVICES[name], f) for f in allowed}
-    values = {key: _read(f"device.{key}", value) for key, value in data.items()}
-    whole = {**base, **values}
-    needed = {"memory", "bytes_per_second", "flops"}
-    _known("device", whole, allowed, needed)
-    return Device(**whole)
+    data = {"name": data} if isinstance(data, str) else data
+    if isinstance(data, dict):
+        known = DEVICES.get(str(data.get("name")))
+        own = _without_ops(known) if known else {}
+        data = {**own, **_numbers("device", Device, data)}
+    read = decode_fields(
+        Device, data, "device", ClusterError, "", without=frozenset({"ops"})
+    )
+    return Device(**read)
 
 
-def _levels(tables: list[Any]) -> tuple[Level, ...]:
-    levels: list[Level] = []
-    for data in tables:
-        levels.append(_level(data, levels[-1].devices if levels else 1))
-    return tuple(levels)
+def _without_ops(device: Device) -> dict[str, Any]:
+    return {f.name: getattr(device, f.name) for f in fields(Device) if f.name != "ops"}
 
 
-def _level(data: Any, node: int) -> Level:
+def _level(data: dict[str, Any], node: int) -> Level:
     """node: devices that share the NICs of a level."""
-    own = {f.name for f in fields(Level)}
-    _known("links", data, own | {"fabric", "nics"}, {"devices"})
-    values = {k: _read(f"links.{k}", v) for k, v in data.items() if k in own}
-    values["devices"] = _whole("links.devices", data["devices"])
+    data = _numbers("links", Level, data)
+    devices = _whole("links.devices", data.get("devices"))
     if "fabric" in data:
         nics = _whole("links.nics", data.get("nics", node))
-        level = _fabric(data["fabric"]).level(values["devices"], nics / node)
-        return replace(level, **values)
-    if "nics" in data:
+        level = _fabric(data["fabric"]).level(devices, nics / node)
+        data = {**asdict(level), **data}
+    elif "nics" in data:
         raise ClusterError(
             "'links.nics' says how many, but not of what",
             fix='name the fabric, as fabric = "InfiniBand NDR"',
         )
-    _known("links", values, own, {"devices", "bytes_per_second", "latency"})
-    return Level(**values)
+    links: _Links = decode(_Links, data, "links", ClusterError, "")
+    return Level(**{f.name: getattr(links, f.name) for f in fields(Level)})
 
 
 def _fabric(name: Any) -> Fabric:
@@ -150,28 +155,18 @@ def _fabric(name: Any) -> Fabric:
     return FABRICS[name]
 
 
-def _tables(data: Any) -> list[Any]:
-    if not isinstance(data, list):
-        raise ClusterError("'links' is no list", fix="write [[links]] for each level")
-    return data
+def _numbers(table: str, kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a table, with numbers for what the fields of a kind have as numbers,
+    and for each of several."""
+    amounts = {f.name for f in fields(kind) if f.type == "float"}
+    rows = {f.name for f in fields(kind) if f.type == "Mapping[str, float]"}
 
+    def read(key: str, value: Any) -> Any:
+        if key in rows and isinstance(value, Mapping):
+            return {k: number(f"{table}.{key}.{k}", x) for k, x in value.items()}
+        return number(f"{table}.{key}", value) if key in amounts else value
 
-def _read(key: str, value: Any) -> Any:
-    if key in ("device.name", "device.attention"):
-        if not isinstance(value, str):
-            raise ClusterError(f"'{key}' is {shown(value)}", fix="write its name")
-        return value
-    if key == "device.fused":
-        if not isinstance(value, bool):
-            raise ClusterError(f"'{key}' is {value!r}", fix="write true or false")
-        return value
-    if key == "device.flops":
-        if not isinstance(value, Mapping):
-            raise ClusterError(
-                f"'{key}' is {value!r}", fix='write { float32 = "19.5T" }'
-            )
-        return {dtype: number(f"{key}.{dtype}", peak) for dtype, peak in value.items()}
-    return number(key, value)
+    return {key: read(key, value) for key, value in data.items()}
 
 
 def number(key: str, value: Any) -> float:
@@ -192,17 +187,3 @@ def _whole(key: str, value: Any) -> int:
     if value not in RANKS:
         raise ClusterError(f"'{key}' is {shown(value)}", fix=f"write {RANKS}")
     return value
-
-
-def _known(table: str, data: Any, allowed: set[str], needed: set[str]) -> None:
-    if not isinstance(data, Mapping):
-        raise ClusterError(f"{table} is {data!r}", fix="write a table of keys")
-    if unknown := sorted(set(data) - allowed):
-        raise ClusterError(
-            f"unknown key '{unknown[0]}' in {table}",
-            fix=f"the keys are {', '.join(sorted(allowed))}",
-        )
-    if missing := sorted(needed - set(data)):
-        raise ClusterError(
-            f"{table} has no '{missing[0]}'", fix=f"add {missing[0]} = ..."
-        )
