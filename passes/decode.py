@@ -29,6 +29,7 @@ FORMER = {
     "labelled": "has_op_shardings",
     "notes": "remarks",
     "waits": "exposed",
+    "samples": "global_batch",
     "saved": "residuals",
     "weight_saved": "weight_residuals",
 }

@@ -78,7 +78,9 @@ def test_a_plan_is_priced_as_its_backend_runs(tmp_path: Path, capsys) -> None:
 def test_findings_are_read_as_they_were_written(plan: Path) -> None:
     record = read_record(plan)
     assert PlanRecord.from_json(record.to_json()) == record
-    assert record.samples == SAMPLES and len(record.best) > 3
+    before = record.to_json().replace('"global_batch"', '"samples"')
+    assert PlanRecord.from_json(before) == record
+    assert record.global_batch == SAMPLES and len(record.best) > 3
     assert str(record.cluster) == "4xCPU"
 
 
@@ -88,7 +90,7 @@ def test_findings_are_read_as_they_were_written(plan: Path) -> None:
         (lambda d: d.update(format=7), "not of format 2"),
         (lambda d: d.pop("cluster"), "no 'cluster'"),
         (lambda d: d.update(colour=1), "unknown key 'colour'"),
-        (lambda d: d.update(samples="8"), "'samples' in"),
+        (lambda d: d.update(global_batch="8"), "'global_batch' in"),
         (lambda d: d.update(best=[]), "holds no estimate"),
         (lambda d: d["best"][0].pop("parts"), "best[0]"),
         (
@@ -222,7 +224,7 @@ def test_planning_again_replaces_what_was_compiled(origin: Path, plan: Path) -> 
     spec = f"{origin / 'model.py'}:small"
     asked = ["--devices", "1xCPU", "--global-batch", "4"]
     assert main(["plan", spec, *asked, "-o", str(plan)]) == 0
-    assert mesh_of(plan).size == 1 and read_record(plan).samples == 4
+    assert mesh_of(plan).size == 1 and read_record(plan).global_batch == 4
 
 
 @pytest.mark.slow

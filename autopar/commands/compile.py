@@ -125,7 +125,7 @@ def _compile(
     if record and not (
         arguments.global_batch or arguments.seq or arguments.attention_mask
     ):
-        batch: Mapping = batch_for(loaded, record.samples, record.seq)
+        batch: Mapping = batch_for(loaded, record.global_batch, record.seq)
     else:
         batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:

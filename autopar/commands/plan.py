@@ -100,11 +100,11 @@ def plan_command(arguments: argparse.Namespace) -> int:
     reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.op_shardings]
     with Progress("plan"):
         loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
-        samples, seq = read_samples(loaded, arguments), arguments.seq or SEQ
-        if samples is None:
+        seq, global_batch = arguments.seq or SEQ, read_global_batch(loaded, arguments)
+        if global_batch is None:
             raise ModelError("no --global-batch is given", fix="add --global-batch 512")
         of = capture_few_layers(loaded, request, seq)
-        best = best_plan(of, loaded, request, samples, seq, arguments.seed, reach)
+        best = best_plan(of, loaded, request, global_batch, seq, arguments.seed, reach)
     plans, plan = best.plans, best.plan
     if arguments.output:
         save_record(best.record, plan, arguments.output)
@@ -128,13 +128,13 @@ def plan_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int | None:
+def read_global_batch(loaded: LoadedModel, arguments: argparse.Namespace) -> int | None:
     """A step's samples, as asked for, else of the model's own batch; None: neither."""
     if loaded.batch is not None and arguments.seq is not None:
         raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
     if arguments.global_batch is not None:
-        samples: int = arguments.global_batch
-        return samples
+        asked: int = arguments.global_batch
+        return asked
     return None if loaded.batch is None else samples_of(loaded.batch)
 
 

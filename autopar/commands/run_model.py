@@ -16,7 +16,12 @@ import torch
 
 from autopar.commands.arguments import SEQ, add_batch_sizes, path
 from autopar.commands.devices import add_devices, read_devices
-from autopar.commands.plan import DECISIONS, add_decisions, read_request, read_samples
+from autopar.commands.plan import (
+    DECISIONS,
+    add_decisions,
+    read_global_batch,
+    read_request,
+)
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import named_cluster
 from autopar.models.load import LoadedModel, ModelError, load_model
@@ -117,14 +122,14 @@ class ModelToRun:
     def _prepare(self, loaded: LoadedModel, cluster: Cluster) -> Path:
         began, arguments = time.perf_counter(), self.arguments
         request = read_request(arguments, cluster)
-        samples = _samples(loaded, arguments, request.cluster)
+        global_batch = _global_batch(loaded, arguments, request.cluster)
         seq = arguments.seq or SEQ
         of = capture_few_layers(loaded, request, seq)
         plans = arguments.plans or PLANS
-        folder = plan_folder(plans, of, loaded, request, samples, self.seed)
+        folder = plan_folder(plans, of, loaded, request, global_batch, self.seed)
         known = (folder / ESTIMATE).is_file()
         if not known:
-            best = best_plan(of, loaded, request, samples, seq, self.seed, ALIKE)
+            best = best_plan(of, loaded, request, global_batch, seq, self.seed, ALIKE)
             save_record(best.record, best.plan, folder)
         compiled(folder, self.prove)
         how = "found again" if known else "planned, proved and compiled"
@@ -166,10 +171,10 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return named_cluster(str(devices))
 
 
-def _samples(loaded: LoadedModel, arguments: Any, cluster: Cluster) -> int:
+def _global_batch(loaded: LoadedModel, arguments: Any, cluster: Cluster) -> int:
     """Returns those of a step, as asked for or else as many as suit the devices."""
-    if (samples := read_samples(loaded, arguments)) is not None:
-        return samples
+    if (asked := read_global_batch(loaded, arguments)) is not None:
+        return asked
     if starts_again():
         raise ModelError(
             "no --global-batch is given, and the number of devices may change",

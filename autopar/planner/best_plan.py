@@ -44,12 +44,12 @@ def best_plan(
     of: ShortModel,
     loaded: LoadedModel,
     request: PlanRequest,
-    samples: int,
+    global_batch: int,
     seq: int | None,
     seed: int,
     reach: float,
 ) -> BestPlan:
-    """Search for the best plan of a step of so many samples.
+    """Search for the best plan of steps of a global batch.
 
     of: see `capture_few_layers`. seed: of weights. reach: of op shardings, see
     `open_to_op_shardings`.
@@ -57,11 +57,11 @@ def best_plan(
     """
     cluster = request.cluster
     priced = partial(tell, "pricing candidates")
-    plans = find_plans(of, cluster, samples, watch=priced, **request.space)
+    plans = find_plans(of, cluster, global_batch, watch=priced, **request.space)
     sharded: Mapping[Candidate, Plan] = {}
     if open_to_op_shardings(plans, reach):
         whole = capture_short(
-            loaded.model, batch_for(loaded, samples, seq), **request.of_all
+            loaded.model, batch_for(loaded, global_batch, seq), **request.of_all
         )
         plans, sharded = shard_ops_of_best(
             plans, whole, cluster, reach, request.fixes_attention
@@ -73,7 +73,7 @@ def best_plan(
         model=loaded.spec,
         seed=seed,
         seq=seq if loaded.batch is None else None,
-        samples=samples,
+        global_batch=global_batch,
         runs=of.runs,
         parameters=sum(p.numel() for p in loaded.model.parameters()),
         cluster=cluster,

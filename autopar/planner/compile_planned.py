@@ -62,6 +62,6 @@ def _compile(directory: Path, prove: bool) -> None:
     decided = read_decided(directory)
     with Progress("compile"):
         loaded = load_model(record.model, seed=record.seed)
-        batch = batch_for(loaded, record.samples, record.seq)
+        batch = batch_for(loaded, record.global_batch, record.seq)
         program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
     save_plan(program, directory, record.model, record.seed, decided.record)

@@ -123,7 +123,7 @@ def nothing_to_choose(space: Space) -> NothingToChoose:
     wished = f" with {space.mesh}" if space.mesh else ""
     if space.shape:
         wished = f" with axes of {', '.join(map(str, space.shape))}"
-    devices, batch = space.cluster.devices, space.batch
+    devices, batch = space.cluster.devices, space.global_batch
     possible = list(meshes(space))
     if not possible:
         return NothingToChoose(

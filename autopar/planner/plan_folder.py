@@ -27,7 +27,7 @@ def plan_folder(
     of: ShortModel,
     loaded: LoadedModel,
     request: PlanRequest,
-    samples: int,
+    global_batch: int,
     seed: int,
 ) -> Path:
     """Returns where in `plans` the plan of such a run lies, or is to be written.
@@ -36,7 +36,7 @@ def plan_folder(
     """
     shapes = {n: (list(p.shape), p.dtype) for n, p in loaded.model.named_parameters()}
     follows_from = (
-        *(FORMAT, VERSION, torch.__version__, loaded.spec, seed, samples),
+        *(FORMAT, VERSION, torch.__version__, loaded.spec, seed, global_batch),
         *(str(of.named.graph), of.layers, shapes),
         *(request.cluster, str(request.mesh), request.shape),
         sorted(request.options.items()),

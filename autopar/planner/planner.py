@@ -200,24 +200,26 @@ def make_prices(
 def find_plans(
     of: ShortModel,
     cluster: Cluster,
-    batch: int,
+    global_batch: int,
     mesh: Mesh | None = None,
     watch: Watch = lambda done, total: None,
     **decided: Any,
 ) -> Ranking:
-    """The best plans for a global batch of so many samples.
+    """The best plans for steps of a global batch.
 
     mesh: axes whose sizes are given. watch: see `passes.search.search.search`. decided:
     more fields of `passes.search.candidates.Space`.
     A model that takes samples together has plans of one microbatch.
     Raises: Infeasible, PlanError, LossNotSeparable.
     """
-    if batch < 1:
-        raise PlanError(f"a global batch of {batch}", fix="give at least 1 sample")
+    if global_batch < 1:
+        raise PlanError(
+            f"a global batch of {global_batch}", fix="give at least 1 sample"
+        )
     wishes = {k: v for k, v in {**decided, "mesh": mesh}.items() if v}
 
     def space_of(cluster: Cluster, wishes: Mapping[str, Any]) -> Space:
-        return make_space(of, cluster, batch, **wishes)
+        return make_space(of, cluster, global_batch, **wishes)
 
     space, prices = space_of(cluster, wishes), make_prices(of, cluster)
     try:
@@ -237,7 +239,9 @@ def find_plans(
     return plans
 
 
-def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> Space:
+def make_space(
+    of: ShortModel, cluster: Cluster, global_batch: int, **decided: Any
+) -> Space:
     """What the search for a model chooses from: axes as they divide its dims. decided:
     fields of the space."""
     heads, groups = of.extents("heads"), find_groups(of.named)
@@ -252,21 +256,21 @@ def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> 
     ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
     sizes: dict[str, Any] = {
         TENSOR: tuple(t for t in tp if cluster.devices % t == 0),
-        CONTEXT: _context_sizes(of, cluster, batch, node),
+        CONTEXT: _context_sizes(of, cluster, global_batch, node),
         EXPERT: (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
         "recompute": RECOMPUTE if of.has_attention_scores else ("none", "full"),
     }
-    return Space(cluster, batch, of.runs, **{**sizes, **decided}, groups=groups)
+    return Space(cluster, global_batch, of.runs, **{**sizes, **decided}, groups=groups)
 
 
 def _context_sizes(
-    of: ShortModel, cluster: Cluster, batch: int, node: int
+    of: ShortModel, cluster: Cluster, global_batch: int, node: int
 ) -> tuple[int, ...]:
     """Sizes of cp: 1, but where sequences are long, or samples fewer than devices.
     Beyond a node a rank has as many tokens as are long by themselves: what its
     attention computes then takes longer than what moves."""
     longest = max(of.extents("seq"), default=1)
-    if longest < LONG and batch >= cluster.devices:
+    if longest < LONG and global_batch >= cluster.devices:
         return (1,)
     most = max(node, longest // LONG)
     # In zigzag each rank has two pieces.

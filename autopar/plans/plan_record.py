@@ -44,7 +44,7 @@ class PlanRecord:
     """What a search was asked and found.
 
     plan: the checksum of the plan.json beside it, of the chosen estimate. model, seed:
-    as `load_model` reads them. samples: of a step; seq: tokens of one, if
+    as `load_model` reads them. global_batch: samples of a step; seq: tokens of one, if
     the batch is made up. runs: of layers in the model; parameters: elements of it.
     best: the chosen estimate, then the runners-up. tried: candidates. Of a cluster that
     was measured only the name of its profile is kept. options: of
@@ -55,7 +55,7 @@ class PlanRecord:
     model: str
     seed: int
     seq: int | None
-    samples: int
+    global_batch: int
     runs: int
     parameters: int
     cluster: Cluster
@@ -86,7 +86,7 @@ class PlanRecord:
         read = decode_fields(cls, data, where, EstimateError, AGAIN, WRITTEN)
         measured = read.pop("profile")
         cluster = replace(cluster_from(read["cluster"]), profile=measured)
-        for name in ("samples", "seed", *(["seq"] if read["seq"] is not None else [])):
+        for name in ("global_batch", "seed", *(["seq"] if read["seq"] is not None else [])):
             check_range(name, read[name], EstimateError)
         best = tuple(
             _estimate(f"best[{i}] of {where}", e) for i, e in enumerate(read["best"])

@@ -116,11 +116,11 @@ def model_table(record: PlanRecord) -> Table:
     rows: list[tuple[str, str]] = [
         ("parameters", count(record.parameters)),
         ("FLOPs of a step", count(best.flops)),
-        ("FLOPs of a sample", count(best.flops / record.samples)),
+        ("FLOPs of a sample", count(best.flops / record.global_batch)),
         ("residuals of a microbatch, all stages", _bytes(residuals)),
     ]
     if record.seq:
-        tokens = record.samples * record.seq
+        tokens = record.global_batch * record.seq
         per = best.flops / (record.parameters * tokens)
         rows.append(("FLOPs per parameter and token", f"{per:.3g}"))
     return Table("the model", ("what", "amount"), tuple(rows))

@@ -147,8 +147,8 @@ def trained_by(options: RunOptions, step: Step) -> dict[str, Any]:
     a step; steps too, where the learning rate follows."""
     names = SAME if options.lr_schedule == "constant" else (*SAME, "steps")
     values = {name: getattr(options, name) for name in names}
-    samples = step.program.batch_extent
-    return {**values, "eval_fraction": options.held_out, "global_batch": samples}
+    batch = step.program.batch_extent
+    return {**values, "eval_fraction": options.held_out, "global_batch": batch}
 
 
 def check_before(

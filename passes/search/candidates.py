@@ -32,14 +32,14 @@ ORDER = tuple(name for name, axis in AXES.items() if axis.searched)
 class Space:
     """What a search may choose from.
 
-    batch: samples of a step. runs: of layers in the model. tp, cp, ep: sizes that these
-    axes may have. mesh: axes whose sizes are decided already. shape: sizes of axes, in
-    order, whose meaning is not. microbatches: if decided; stages_per_rank: the same.
-    context_parallel: see `contexts`. groups: see `passes.shard.query_groups`.
+    global_batch: samples of a step. runs: of layers in the model. tp, cp, ep: sizes
+    that these axes may have. mesh: axes whose sizes are decided already. shape: sizes
+    of axes, in order, whose meaning is not. microbatches: if decided; stages_per_rank:
+    the same. context_parallel: see `contexts`. groups: see `passes.shard.query_groups`.
     """
 
     cluster: Cluster
-    batch: int
+    global_batch: int
     runs: int
     tp: tuple[int, ...]
     cp: tuple[int, ...] = (1,)
@@ -87,7 +87,7 @@ def contexts(space: Space, mesh: Mesh) -> tuple[str, ...]:
 
 def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """(samples, microbatches) of one data parallel rank."""
-    own, rest = divmod(space.batch, mesh.sample_ranks)
+    own, rest = divmod(space.global_batch, mesh.sample_ranks)
     for samples in () if rest else _divisors(own):
         if own // samples not in RANGES["microbatches"]:
             continue

@@ -49,7 +49,7 @@ def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
             for kind, shares in best.sources.items()
         },
         "formulas": formulas,
-        "samples": record.samples,
+        "global_batch": record.global_batch,
         "seq": record.seq,
         "options": {name: str(x) for name, x in record.options.items()},
     }

@@ -74,7 +74,7 @@ def plan_data(folder: Path, wanted: Wanted) -> dict[str, Any]:
 
 def _of_record(record: PlanRecord, wanted: Wanted, step: Simulated) -> dict[str, Any]:
     best = record.best[0]
-    tokens = record.samples * record.seq if record.seq else None
+    tokens = record.global_batch * record.seq if record.seq else None
     step_bytes = _by_rank(
         [s.footprint.step for s in best.stages],
         best.candidate.placement,
