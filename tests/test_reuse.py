@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
-from autopar.passes.stage.reuse import find_owners, kept_alone, reuse
+from autopar.passes.stage.reuse import find_owners, own_residuals, reuse
 
 SOURCES = "input %x f32[4,8]\ninput %y f32[4,8]\n"
 
@@ -119,7 +119,7 @@ def test_what_is_kept_for_the_backward_alone_may_be_written_over_there() -> None
 
     def alone(kept: str, handed: str = "") -> dict[str, str]:
         values = ([made[name] for name in names.split()] for names in (kept, handed))
-        return kept_alone(nodes, *values)
+        return own_residuals(nodes, *values)
 
     assert alone("a seen x") == {"a": "a", "seen": "a"}
     assert alone("a b", handed="seen") == {"b": "b"}

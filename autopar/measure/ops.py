@@ -144,11 +144,11 @@ class Running:
     def microbatch(self, module: Mapping[str, Any]) -> None:
         """Forward and backward, as the executor calls them."""
         c, p, g, k, b = self.comm, self.p, self.g, self.k, self.b
-        _, saved = module["forward"](c, p, k, b, *self.xs)
+        _, residuals = module["forward"](c, p, k, b, *self.xs)
         if "backward" in module:
-            module["backward"](c, p, g, k, b, saved, *self.dys)
+            module["backward"](c, p, g, k, b, residuals, *self.dys)
         else:
-            _, residuals = module["backward_input"](c, p, g, k, b, saved, *self.dys)
+            _, residuals = module["backward_input"](c, p, g, k, b, residuals, *self.dys)
             module["backward_weight"](c, p, g, k, b, residuals)
 
 
@@ -248,7 +248,7 @@ def _with_marks(body: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_node(statement: ast.stmt) -> bool:
-    """Not what frees values, or unpacks those that were saved."""
+    """Not what frees values, or unpacks residuals."""
     if isinstance(statement, ast.Delete):
         return False
     if isinstance(statement, ast.Assign):

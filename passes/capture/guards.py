@@ -96,7 +96,7 @@ class Guards:
                 return not self.answer(self.negated[id(x)][1])
             return self.answer(x)
         if func is Tensor.__len__ and not has_shape(x) and asked_by_user():
-            return self._number(x, _most(x.shape[0]), "__len__")
+            return self._number(x, _upper_bound(x.shape[0]), "__len__")
         if func is Tensor.__int__ and id(x) in self.totals and asked_by_user():
             return self._number(x > 0, self.totals[id(x)][1], "")
         if func in LOGSUMEXP and not has_shape(x):
@@ -248,7 +248,7 @@ def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return total if keepdim else total.squeeze(dims)
 
 
-def _most(n: Any) -> int:
+def _upper_bound(n: Any) -> int:
     """The most that an unknown number of rows can be."""
     node = n.node
     ranges = node.shape_env.var_to_range

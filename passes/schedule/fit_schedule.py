@@ -96,7 +96,7 @@ def fit_schedule(
     best = fastest([*known, *made])
     if not best:
         raise _too_little(footprints, limits, _placements(ranks, stages_per_rank)[0])
-    least = min(best, key=lambda listed: _most(listed.schedule, footprints))
+    least = min(best, key=lambda listed: _peak(listed.schedule, footprints))
     named = fastest(known)
     return Fitted(
         least.schedule,
@@ -158,7 +158,7 @@ def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Lis
     return Listed(schedule, timeline.total, max(timeline.elapsed))
 
 
-def _most(schedule: Schedule, footprints: Sequence[Footprint]) -> int:
+def _peak(schedule: Schedule, footprints: Sequence[Footprint]) -> int:
     ranks = range(len(schedule.ranks))
     return max(peak_bytes(schedule, rank, footprints) for rank in ranks)
 

@@ -212,11 +212,11 @@ def residuals_by_layer(local: LocalStage) -> dict[str, int]:
 
 
 def _whole(local: LocalStage) -> tuple[int, int]:
-    """Bytes of what is there for a step, though something else rests between steps;
+    """Bytes of what is there for a step, though something else is held between steps;
     and the most at both ends of the step."""
-    rests = {v.name for v in (*local.params, *local.buffers, *local.constants)}
-    rests |= {v.name for n in local.setup for v in n.results}
-    made = find_made(local.prologue, rests)
+    resident = {v.name for v in (*local.params, *local.buffers, *local.constants)}
+    resident |= {v.name for n in local.setup for v in n.results}
+    made = find_made(local.prologue, resident)
     later = (*local.forward, *local.whole_backward, *local.epilogue)
     read = {v.name for n in later for v in n.operands}
     begin, end = Storages(local.prologue, read), Storages(local.epilogue, ())

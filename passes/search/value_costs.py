@@ -75,13 +75,12 @@ class Setting:
 class ValueCosts:
     """What a value costs, by how it is made and needed.
 
-    rests: whether it is a parameter. savers: for each consumer, whether its backward
-    reads the value.
+    savers: for each consumer, whether its backward reads the value.
     """
 
     setting: Setting
     v: Value
-    rests: bool
+    is_parameter: bool
     savers: tuple[bool, ...]
 
     @property
@@ -100,7 +99,7 @@ class ValueCosts:
         dims = sharded.named.dims[self.v.name]
         sizes = tuple(tuple(d.size for d in dim) for dim in dims)
         other = (sizes, lies.slots, self.v.dtype)
-        return (*other, self.rests, self.savers, self.flows, self.is_residual)
+        return (*other, self.is_parameter, self.savers, self.flows, self.is_residual)
 
     def __call__(self, made: tuple[State, bool], *uses: tuple[Need, ...]) -> Amount:
         """made: the state that the producer leaves it in, and whether it might be V.
@@ -108,7 +107,7 @@ class ValueCosts:
         have, can_vary = made
         needs = [need for own in uses for need in own]
         partial = all(need.partial(have) for need in needs)
-        if self.rests:
+        if self.is_parameter:
             have = self._rest(needs, partial)
         elif can_vary and (have == V) != partial:
             return NEVER  # see `passes.shard.settle_varying`
@@ -122,7 +121,7 @@ class ValueCosts:
         except Impossible:
             return NEVER
         seconds = sum(self._seconds(kind, have, to) for _, kind, to in moves)
-        if not self.rests:
+        if not self.is_parameter:
             return 0.0, seconds, self._residual_seconds(have, uses)
         update, reduction, resting = self._at_rest(have)
         return update, seconds + reduction, resting

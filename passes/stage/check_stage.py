@@ -50,13 +50,13 @@ def check_parts(
     graphs: Iterable[tuple[str, Graph]],
     readable: Mapping[str, Iterable[Value]],
     sums: Collection[str],
-    kept: Mapping[str, str] = MappingProxyType({}),
+    residuals: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Checks each part alone, and that it reads only what is there when it runs.
 
     readable: for each part, values from outside. sums: names of those that parts may
     add to: the buffers of gradients, and cotangents that are received for one backward.
-    kept: what the backward may write over, see `passes.stage.reuse.kept_alone`.
+    residuals: what the backward may write over, see `passes.stage.reuse.own_residuals`.
     Raises: InvalidGraph.
     """
     for name, graph in graphs:
@@ -65,21 +65,21 @@ def check_parts(
         for v in graph.sources:
             if there.get(v.name) != v:
                 raise InvalidGraph(f"the {name} reads {v} {v.type}, which is not there")
-        check_writes(graph.nodes, sums, kept if name == "backward" else {})
+        check_writes(graph.nodes, sums, residuals if name == "backward" else {})
 
 
 def check_writes(
     nodes: Sequence[Node],
     sums: Collection[str],
-    kept: Mapping[str, str] = MappingProxyType({}),
+    residuals: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Checks that what is written over belongs to these nodes, or was kept for them
     alone, or is a sum that they may add to, and is not read by its old name. Raises:
     InvalidGraph.
     """
-    owners = find_owners(nodes, {name: name for name in sums} | dict(kept))
+    owners = find_owners(nodes, {name: name for name in sums} | dict(residuals))
     names: dict[str, set[str]] = {}  # memory -> the values in it so far
-    for name, memory in kept.items():
+    for name, memory in residuals.items():
         names.setdefault(memory, set()).add(name)
     gone: set[str] = set()
     for node in nodes:

@@ -33,7 +33,7 @@ from ..stage.overlap import (
     tell_ready,
 )
 from ..stage.recompute import recompute
-from ..stage.reuse import kept_alone, reuse
+from ..stage.reuse import own_residuals, reuse
 from ..stage.split_backward import find_dependent, split_backward
 from ..stage.split_stages import Stage
 from ..stage.write_backward import Writer
@@ -197,10 +197,10 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         nodes = gather_runs(scatter_behind(nodes, keep, by_layer, builder))
         return reuse(nodes, {*keep, *again_too}, entering)
 
-    saved = {*ends, *(v.name for v in residuals)}
+    read_later = {*ends, *(v.name for v in residuals)}
     ahead = gather_runs(gather_ahead(forward, standing, by_layer, builder))
-    ahead = reuse(ahead, {*saved, *again_too})
-    own = kept_alone(ahead, residuals, filter(None, handed))
+    ahead = reuse(ahead, {*read_later, *again_too})
+    own = own_residuals(ahead, residuals, filter(None, handed))
     parts = [early(backward, returned, own)]
     parts += [early(weight_half, (), {})] if joint.halves else []
     epilogue = scatter_behind(joint.epilogue, (), by_layer, builder)

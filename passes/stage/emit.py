@@ -256,9 +256,9 @@ class _Emitter:
                 taken=called,
                 chains=self.outlined,
             )
-            saved = [v for v in handed[i] if v.name in part.read]
+            residuals = [v for v in handed[i] if v.name in part.read]
             rows = between.rows_between(i - 1, i) if i else []
-            lines = function.arrive(entering[i], saved, rows)
+            lines = function.arrive(entering[i], residuals, rows)
             takes = ["c", "p", "g", "k", "b", "saved"] if i else ["c", "p", "k", "b"]
             takes += map(function.name, entering[i])
             last = i == len(parts) - 1

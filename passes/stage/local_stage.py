@@ -9,7 +9,7 @@ from functools import cached_property
 from ..cost import flops
 from ..graph import Graph, Node, Value
 from ..stage.check_stage import check_parts, check_shapes, part_graphs
-from ..stage.reuse import kept_alone
+from ..stage.reuse import own_residuals
 from ..stage.split_stages import Stage
 
 
@@ -87,8 +87,8 @@ class LocalStage:
             "weight_half": (*held, *self.grads.values(), *self.weight_residuals),
             "epilogue": (*held, *self.grads.values()),
         }
-        kept = kept_alone(self.forward, self.residuals, self.ends)
-        check_parts(self.graphs, readable, {v.name for v in sums}, kept)
+        residuals = own_residuals(self.forward, self.residuals, self.ends)
+        check_parts(self.graphs, readable, {v.name for v in sums}, residuals)
         check_shapes(self.nodes, self.stage.dims, self.stage.shardings)
         return self
 

@@ -33,7 +33,7 @@ def reuse(
     """Turn ops into their in-place form where an operand's memory is free.
 
     keep: names of the values that live on after the last node. entering: as of
-    `kept_alone`, of values from before the first one.
+    `own_residuals`, of values from before the first one.
     """
     owner, spread = find_owners(nodes, entering), _spread(nodes)
     sharing: dict[str, list[str]] = {}
@@ -62,19 +62,19 @@ def reuse(
     return written
 
 
-def kept_alone(
-    nodes: Sequence[Node], kept: Iterable[Value], handed: Iterable[Value]
+def own_residuals(
+    nodes: Sequence[Node], residuals: Iterable[Value], handed: Iterable[Value]
 ) -> dict[str, str]:
-    """Value that nodes made and is kept for the backward -> the value whose memory it
-    may share, of those that the backward may write over.
+    """Residual that nodes made -> the value whose memory it may share, of those that
+    the backward may write over.
 
-    kept: all that is. handed: what others have of these nodes: it stays as it is, as
-    does what lies elsewhere, or has one place in memory for several elements.
+    residuals: all that there are. handed: what others have of these nodes: it stays as
+    it is, as does what lies elsewhere, or has one place for several elements.
     """
-    owner, spread, kept = find_owners(nodes), _spread(nodes), [*kept]
+    owner, spread, residuals = find_owners(nodes), _spread(nodes), [*residuals]
     fixed = {owner.get(v.name) for v in handed}
-    fixed |= {owner.get(v.name) for v in kept if v.name in spread}
-    owned = {v.name: owner[v.name] for v in kept if v.name in owner}
+    fixed |= {owner.get(v.name) for v in residuals if v.name in spread}
+    owned = {v.name: owner[v.name] for v in residuals if v.name in owner}
     return {name: root for name, root in owned.items() if root not in fixed}
 
 

@@ -187,8 +187,10 @@ def _run(
     results: Sequence[Tensor | None] = [*outs, *grads]
     if any(_writes(one.function) for one in calls.made):
         with _Calls() as renewed:
-            again = partial(_again, calls.made, begun, renewed, [*xs, *dys], results)
-            results = functionalize(again, remove="mutations")(*xs, *dys)
+            recorded = partial(
+                _replay, calls.made, begun, renewed, [*xs, *dys], results
+            )
+            results = functionalize(recorded, remove="mutations")(*xs, *dys)
         calls, begun = renewed, renewed.begun
     return _read(calls.made, begun, [*xs, *dys], results, wanted, flows)
 
@@ -218,7 +220,7 @@ class _Calls(TorchDispatchMode):
         return result
 
 
-def _again(
+def _replay(
     calls: Sequence[_Call],
     begun: int,
     renewed: _Calls,

@@ -71,13 +71,16 @@ class Function:
     # --- the whole -----------------------------------------------------------------
 
     def arrive(
-        self, arguments: Sequence[Value], saved: Sequence[Value], rows: Sequence[Rows]
+        self,
+        arguments: Sequence[Value],
+        residuals: Sequence[Value],
+        rows: Sequence[Rows],
     ) -> list[str]:
-        """Unpack what an earlier function saved. arguments: what comes as arguments."""
+        """Unpack what an earlier function left. arguments: what comes as arguments."""
         for v in arguments:
             self.name(v)
-        names = [*map(self.name, saved), *map(self.rows_name, rows)]
-        self.arrived = [*arguments, *saved]
+        names = [*map(self.name, residuals), *map(self.rows_name, rows)]
+        self.arrived = [*arguments, *residuals]
         return [f"[{', '.join(names)}] = saved", "saved.clear()"] if names else []
 
     def body(self, items: Sequence[Item], results: Sequence[Value]) -> list[str]:

@@ -14,7 +14,7 @@ class Stopped(BaseException):
 
 
 class CooperativeScheduler:
-    """Threads 0 to n-1; only the one that holds the baton runs.
+    """Threads 0 to n-1; one of them runs at a time.
 
     The order in which they run depends on their calls alone, so it repeats. When all
     wait, `on_stuck` makes the error of it, from what each waiting thread says.
@@ -92,7 +92,7 @@ class CooperativeScheduler:
             self._ended.put(i)
 
     def _hand_on(self) -> None:
-        """Give the baton to the next thread that can run."""
+        """Lets the next thread run that can."""
         if self._waits and not self._ready and self._failure is None:
             waits = {i: why() for i, (_, why) in sorted(self._waits.items())}
             self._failure = self._on_stuck(waits)

@@ -128,7 +128,9 @@ class World:
         self._joined: dict[tuple[int, Any], Joined] = {}
         self._met: Counter[tuple[int, tuple[int, ...]]] = Counter()
         # By (sender, receiver): the ends whose other end is not there yet, all alike.
-        self._posted: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self._unmatched: defaultdict[tuple[int, int], deque[Message]] = defaultdict(
+            deque
+        )
 
     def name(self, rank: int) -> str:
         coords = ", ".join(f"{k}={v}" for k, v in self.mesh.coords(rank).items())
@@ -179,11 +181,11 @@ class World:
     def post(self, end: Message) -> None:
         """Deliver a message if its other end is there, else keep this end for it."""
         pair = (end.rank, end.peer) if end.sends else (end.peer, end.rank)
-        posted = self._posted[pair]
-        if not posted or posted[0].sends == end.sends:
-            posted.append(end)
+        ends = self._unmatched[pair]
+        if not ends or ends[0].sends == end.sends:
+            ends.append(end)
             return
-        other = posted.popleft()
+        other = ends.popleft()
         sent, received = (end, other) if end.sends else (other, end)
         if sent.carries() != received.carries():
             self._stop("a send and the recv that it meets do not fit", sent, received)
@@ -203,8 +205,8 @@ class World:
         waited for a collective."""
         lines = [
             f"{self.name(end.rank)}  {end}"
-            for posted in self._posted.values()
-            for end in posted
+            for ends in self._unmatched.values()
+            for end in ends
         ]
         lines += [
             f"{self.name(j.rank)}  {j}"

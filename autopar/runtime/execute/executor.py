@@ -275,12 +275,12 @@ class Executor:
         stage, i = self.stages[action.stage], action.microbatch
         self.state.microbatch = i
         xs = self._outputs.pop(("x", action.stage, i), ())
-        made, saved = stage.module["forward"](
+        made, residuals = stage.module["forward"](
             self.comm, stage.tensors, stage.constants, stage.batch, *xs
         )
         made = self.outputs.take(action.stage, i, made)
         if not self.state.evaluating:
-            stage.residuals[i] = saved
+            stage.residuals[i] = residuals
         if action.stage == len(self.program.stages) - 1:
             self._losses.append(made[-1])
         else:

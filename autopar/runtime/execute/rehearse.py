@@ -69,16 +69,18 @@ def play(
     own = stage.tensors
     held = stage.batch = Batch((name, batch[name]) for name in module["INPUTS"])
     held.begin(partial(call, "prologue"), comm, own, stage.constants)
-    _, saved = call("forward", comm, own, stage.constants, held, *arrived("RECEIVES"))
+    _, residuals = call(
+        "forward", comm, own, stage.constants, held, *arrived("RECEIVES")
+    )
     whole = (comm, own, stage.grads, stage.constants, held)
     halves = "backward" not in module
     if halves:
-        _, residuals = call("backward_input", *whole, saved, *arrived("D_SENDS"))
+        _, residuals = call("backward_input", *whole, residuals, *arrived("D_SENDS"))
     stage.begin_epilogue(comm)
     comm.state.on_ready = stage.go_on
     if halves:
         call("backward_weight", *whole, residuals)
     else:
-        call("backward", *whole, saved, *arrived("D_SENDS"))
+        call("backward", *whole, residuals, *arrived("D_SENDS"))
     held.end()
     stage.end_epilogue()
