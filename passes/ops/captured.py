@@ -89,17 +89,17 @@ OPS = (
         part=parts.narrowed,
         put_back=parts.into_narrow,
     ),
-    Op(
-        "aten.select_scatter",
-        "self src dim index",
-        part=parts.picked,
-        values="replaced",
-    ),
-    Op(
-        "aten.slice_scatter",
-        "self src dim start end step",
-        part=parts.sliced,
-        values="replaced",
+    *(
+        Op(
+            f"aten.{name}_scatter",
+            f"self src dim {heeds}",
+            part=part,
+            values="replaced",
+        )
+        for name, heeds, part in (
+            ("select", "index", parts.picked),
+            ("slice", "start end step", parts.sliced),
+        )
     ),
     Op("aten.repeat", "self repeats", extents=extents.repeated, values="moved"),
     Op("aten.index", "self indices", extents=extents.indexed, counts=True),
@@ -110,22 +110,15 @@ OPS = (
         values="moved",
         looks_up="self index dim",
     ),
-    Op(
-        "aten.cross_entropy_loss",
-        f"{CLASSES} label_smoothing",
-        extents=extents.cross_entropy,
-        autocast="wide",
-        labels="target",
+    *(
+        Op(f"aten.{name}", heeds, extents=change, autocast="wide", labels="target")
+        for name, heeds, change in (
+            ("cross_entropy_loss", f"{CLASSES} label_smoothing", extents.cross_entropy),
+            ("nll_loss_nd", CLASSES, extents.cross_entropy),
+            ("nll_loss", CLASSES, None),
+            ("nll_loss2d", "", None),
+        )
     ),
-    Op(
-        "aten.nll_loss_nd",
-        CLASSES,
-        extents=extents.cross_entropy,
-        autocast="wide",
-        labels="target",
-    ),
-    Op("aten.nll_loss", CLASSES, autocast="wide", labels="target"),
-    Op("aten.nll_loss2d", autocast="wide", labels="target"),
     Op(
         "aten.index_put",
         "self indices values accumulate",

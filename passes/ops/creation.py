@@ -18,6 +18,8 @@ def _like(heeds: str, *names: str, elements: Elements = "like") -> tuple[Op, ...
     return tuple(Op(f"aten.{n}", heeds, **alike) for n in names)
 
 
+CORNER = "... m! n! -> ... m! n!"
+
 OPS = (
     *_sized("size dtype", "empty", "ones", "zeros"),
     *_sized("size fill_value dtype", "full"),
@@ -29,18 +31,8 @@ OPS = (
     Op("aten.scalar_tensor", "s dtype"),
     Op("aten.tril_indices", "row col offset dtype"),
     *_like("self", "lift_fresh_copy", elements="same"),
-    Op(
-        "aten.triu",
-        "self diagonal",
-        "... m! n! -> ... m! n!",
-        "default(x(a, b, c), 1)",
-        values="moved",
-    ),
-    Op(
-        "aten.tril",
-        "self diagonal",
-        "... m! n! -> ... m! n!",
-        "default(x(b, b))",
-        values="moved",
+    *(
+        Op(f"aten.{n}", "self diagonal", CORNER, f"default({example})", values="moved")
+        for n, example in (("triu", "x(a, b, c), 1"), ("tril", "x(b, b)"))
     ),
 )

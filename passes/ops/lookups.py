@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -116,6 +117,12 @@ def d_pick(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None
     return [None, None]
 
 
+def _along(name: str, heeds: str, examples: str, **declared: Any) -> Op:
+    """By an index along one dim."""
+    looks_up: Any = {"looks_up": "self index dim", "finite": "kept"}
+    return Op(f"aten.{name}", heeds, gathered, examples, **looks_up, **declared)
+
+
 OPS = (
     Op(
         "aten.embedding",
@@ -171,35 +178,23 @@ OPS = (
         sizes=lambda node: node.with_args(num_classes=node.out.shape[-1]),
         finite="kept",
     ),
-    Op(
-        "aten.gather",
+    _along(
+        "gather",
         "self dim index",
-        gathered,
-        (
-            "default(x(a, b, c), -1, ints(a, b, d)); "
-            "default(x(b, c), 1, ints(b, d)); "
-            "default(x(b, c, d), 0, ints(a, c, d)); default(x(c, d), 1, ints(b, d))"
-        ),
-        finite="kept",
-        looks_up="self index dim",
+        "default(x(a, b, c), -1, ints(a, b, d)); default(x(b, c), 1, ints(b, d)); "
+        "default(x(b, c, d), 0, ints(a, c, d)); default(x(c, d), 1, ints(b, d))",
     ),
-    Op(
-        "aten.scatter",
+    _along(
+        "scatter",
         "self dim index src value reduce",
-        gathered,
-        ("value(x(b, d), 1, ints(b, c), -99.0); src(x(b, d), 1, ints(b, a), x(b, a))"),
-        finite="kept",
+        "value(x(b, d), 1, ints(b, c), -99.0); src(x(b, d), 1, ints(b, a), x(b, a))",
         autocast="equal",
         values="replaced",
-        looks_up="self index dim",
     ),
-    Op(
-        "aten.scatter_add",
+    _along(
+        "scatter_add",
         "self dim index src",
-        gathered,
         "default(x(c, d), 0, ints(a, d), x(a, d))",
-        finite="kept",
         autocast="equal",
-        looks_up="self index dim",
     ),
 )

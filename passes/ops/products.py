@@ -96,16 +96,14 @@ def of_weight_grad(node: Node) -> int:
 
 def linear(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """y = x w^T (+ b): dx = dy w, dw = dy^T x, db = sum dy."""
-    x, dy = node.operands[0], dys[0]
-    to_weight = ("autopar.linear_weight_grad_", dy, x)
-    return _product(cts, node, dy, "aten.matmul.default", to_weight)
+    to_weight = ("autopar.linear_weight_grad_", dys[0], node.operands[0])
+    return _product(cts, node, dys[0], "aten.matmul.default", to_weight)
 
 
 def affine(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
     """y = x w (+ b): dx = dy w^T, dw = x^T dy, db = sum dy."""
-    x, dy = node.operands[0], dys[0]
-    to_weight = ("autopar.matmul_weight_grad_", x, dy)
-    return _product(cts, node, dy, "aten.linear.default", to_weight)
+    to_weight = ("autopar.matmul_weight_grad_", node.operands[0], dys[0])
+    return _product(cts, node, dys[0], "aten.linear.default", to_weight)
 
 
 def matmul(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:

@@ -293,29 +293,22 @@ class Executor:
         self.state.microbatch = i
         dys = self._outputs.pop(("dy", action.stage, i), ())
         made = stage.module["backward" if whole else "backward_input"](
-            self.comm,
-            stage.tensors,
-            stage.grads,
-            stage.constants,
-            stage.batch,
-            stage.residuals.pop(i),
-            *dys,
+            *self._held(stage), stage.residuals.pop(i), *dys
         )
         if not whole:
             made, stage.weight_residuals[i] = made
         if action.stage > 0:
             self._hand_on("dy", action.stage, action.stage - 1, i, made)
 
+    def _held(self, stage: RunningStage) -> tuple[object, ...]:
+        """What every part of a backward is called with."""
+        return self.comm, stage.tensors, stage.grads, stage.constants, stage.batch
+
     def _weight_half(self, action: Action) -> None:
         stage, i = self.stages[action.stage], action.microbatch
         self.state.microbatch = i
         stage.module["backward_weight"](
-            self.comm,
-            stage.tensors,
-            stage.grads,
-            stage.constants,
-            stage.batch,
-            stage.weight_residuals.pop(i),
+            *self._held(stage), stage.weight_residuals.pop(i)
         )
 
     def _hand_on(
