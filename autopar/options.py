@@ -141,8 +141,7 @@ class Options(TypedDict, total=False):
         ),
     ]
     offload: Annotated[
-        bool,
-        Option("what an optimizer updates and keeps lies on the CPU", UNPRICED),
+        bool, Option("what an optimizer updates and keeps lies on the CPU", UNPRICED)
     ]
     precision: Annotated[
         str,

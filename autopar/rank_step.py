@@ -140,11 +140,7 @@ class RankStep(HeldState):
     ) -> dict[str, Tensor]: ...
 
     def evaluate(
-        self,
-        *,
-        local: bool = False,
-        outputs: Sequence[str] | None = None,
-        **batch: Any,
+        self, *, local: bool = False, outputs: Sequence[str] | None = None, **batch: Any
     ) -> Tensor | dict[str, Tensor]:
         """Loss of the global batch of the model in `.eval()`, forward only; on every
         rank. If that is more than a step without dropout, it is compiled at first.

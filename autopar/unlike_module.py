@@ -96,10 +96,7 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "gradients of several batches add up until zero_grad()",
             "leave no_sync out; or compile with microbatches=8, and pass all at once",
         ),
-        "backward": (
-            "a step computes gradients with its loss",
-            GRADIENTS_ARE_THERE,
-        ),
+        "backward": ("a step computes gradients with its loss", GRADIENTS_ARE_THERE),
     }
 )
 

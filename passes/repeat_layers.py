@@ -122,10 +122,7 @@ class Repeater:
         return renumbered(path, name, number, number + copies * self.repeats.period)
 
     def sources(
-        self,
-        few: Sequence[Value],
-        wholes: Mapping[str, str],
-        places: Mapping[str, int],
+        self, few: Sequence[Value], wholes: Mapping[str, str], places: Mapping[str, int]
     ) -> tuple[Value, ...]:
         """Parameters or buffers of all layers, from those of the few."""
         whole: list[tuple[int, Value]] = []

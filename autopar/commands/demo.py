@@ -30,10 +30,7 @@ class DemoError(AutoparError):
     """The demo cannot find its model."""
 
 
-EXAMPLES = (
-    "autopar demo",
-    "autopar demo --steps 100 --dir /tmp/demo",
-)
+EXAMPLES = ("autopar demo", "autopar demo --steps 100 --dir /tmp/demo")
 
 
 def add(add: Any) -> None:
@@ -42,10 +39,7 @@ def add(add: Any) -> None:
         "--steps", type=number("steps"), default=20, help="of the optimizer"
     )
     add.add_argument(
-        "--dir",
-        type=path,
-        default=Path("autopar-demo"),
-        help="for the plan",
+        "--dir", type=path, default=Path("autopar-demo"), help="for the plan"
     )
 
 

@@ -16,10 +16,7 @@ from autopar.reports.explain import explanation, explanation_data
 from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.tables import Table
 
-EXAMPLES = (
-    "autopar explain plan",
-    "autopar explain plan --devices 8xH100 --formulas",
-)
+EXAMPLES = ("autopar explain plan", "autopar explain plan --devices 8xH100 --formulas")
 
 
 def add(add: Any) -> None:

@@ -13,10 +13,7 @@ from autopar.reports.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.reports.inspection import report, report_data
 from autopar.runtime.execute.emitted import listing
 
-EXAMPLES = (
-    "autopar inspect plan",
-    "autopar inspect plan --rank 3",
-)
+EXAMPLES = ("autopar inspect plan", "autopar inspect plan --rank 3")
 
 
 def add(add: Any) -> None:

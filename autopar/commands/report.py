@@ -15,10 +15,7 @@ from autopar.reports.html.gather import Wanted, plan_data
 from autopar.reports.html.page import write_page
 from autopar.units import size
 
-EXAMPLES = (
-    "autopar report plan -o plan.html",
-    "autopar report plan other-plan",
-)
+EXAMPLES = ("autopar report plan -o plan.html", "autopar report plan other-plan")
 
 
 def add(add: Any) -> None:

@@ -28,10 +28,7 @@ from autopar.runtime.execute.code_cache import CodeCache
 from autopar.training.feed import vocab_of
 from autopar.verify import room_needed, verify
 
-EXAMPLES = (
-    "autopar verify plan",
-    "autopar verify plan --float64 --all",
-)
+EXAMPLES = ("autopar verify plan", "autopar verify plan --float64 --all")
 
 
 def add(add: Any) -> None:
@@ -98,8 +95,5 @@ def _verify(arguments: argparse.Namespace) -> Verification | Proof:
         print(f"note: {note}", file=sys.stderr)
     cache = CodeCache(stored.directory / COMPILED) if backend == "inductor" else None
     return verify(
-        *(program, model, batch),
-        seed=stored.seed,
-        drawn=drawn,
-        compiled=cache,
+        *(program, model, batch), seed=stored.seed, drawn=drawn, compiled=cache
     )

@@ -40,10 +40,7 @@ Run = Callable[[], None]  # of one message, or of two, one after the other
 
 
 def measure_messages(
-    world: int,
-    device: torch.device,
-    budget: float,
-    sizes: Sequence[int] = SIZES,
+    world: int, device: torch.device, budget: float, sizes: Sequence[int] = SIZES
 ) -> Messages:
     """What each collective takes between `world` ranks, all of which must call this.
 

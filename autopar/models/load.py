@@ -117,11 +117,7 @@ def _kind(made: Any) -> str:
 
 
 def example_batch(
-    vocab: int,
-    batch: int,
-    seq: int,
-    attention_mask: bool = False,
-    packed: bool = False,
+    vocab: int, batch: int, seq: int, attention_mask: bool = False, packed: bool = False
 ) -> dict[str, Tensor]:
     """Random tokens, int64 [batch, seq], as Hugging Face's causal models take them.
 

@@ -21,13 +21,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan, PlanError
 from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
-from autopar.plans.store import (
-    MANIFEST,
-    PLAN,
-    checksum,
-    load_plan,
-    refuse_to_replace,
-)
+from autopar.plans.store import MANIFEST, PLAN, checksum, load_plan, refuse_to_replace
 from autopar.read_file import read_text
 
 

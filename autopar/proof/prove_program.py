@@ -246,10 +246,7 @@ def _evaluated(runnable: Runnable, values: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def _run_reference(
-    runnable: Runnable,
-    values: Mapping[str, Tensor],
-    key: int,
-    arithmetic: Arithmetic,
+    runnable: Runnable, values: Mapping[str, Tensor], key: int, arithmetic: Arithmetic
 ) -> StepResult:
     """As `ReferenceRuns` wants it: in float64, be it asked for or not."""
     with arithmetic:
@@ -335,7 +332,7 @@ def check_transfer(program: Program, small: Runnable) -> None:
                     break
             if difference is not None or not texts:
                 raise NotProved(
-                    f"stage {number} is not what it is with small sizes, {difference}",
+                    f"stage {number} is not what it is with small sizes, {difference}"
                 )
     odd = find_other_spec(program, small.program, small.sizes, small.factors)
     if odd is not None:

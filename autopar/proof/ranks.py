@@ -257,8 +257,7 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> StepResult:
 def _agree(quantity: str, values: Sequence[float]) -> None:
     if len(set(values)) > 1 and not all(x != x for x in values):
         raise VerificationFailed(
-            f"ranks do not agree on {quantity}: {sorted(set(values))}",
-            fix=ANOTHER_MESH,
+            f"ranks do not agree on {quantity}: {sorted(set(values))}", fix=ANOTHER_MESH
         )
 
 
@@ -297,8 +296,7 @@ def assemble(
     first = next((s for s in shards if s is not None), None)
     if first is None:
         raise VerificationFailed(
-            f"no rank has a gradient of '{name}'",
-            fix=ANOTHER_MESH,
+            f"no rank has a gradient of '{name}'", fix=ANOTHER_MESH
         )
     if whole is None:
         whole = torch.full(spec.part.shape, float("nan"), dtype=first.dtype)

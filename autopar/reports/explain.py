@@ -17,14 +17,7 @@ LEAST = 0.005  # of a step: differences of parts below it are not told one by on
 ROUNDING = 1e-9  # of a step: what is no time at all
 SHOWN = 4  # differences that are told of a plan
 OTHERS = 6  # runners-up in a table; JSON has all
-TERMS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "buffers",
-    "gathered",
-    "activations",
-)
+TERMS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations")
 
 
 def explanation(record: PlanRecord) -> str:

@@ -32,9 +32,7 @@ ALIVE = ("gathered", "activations")  # terms that events make and end
 
 
 def simulate_estimate(
-    e: Estimate,
-    contention: CoreContention = ALONE,
-    layers: Sequence[str] = (),
+    e: Estimate, contention: CoreContention = ALONE, layers: Sequence[str] = ()
 ) -> StepRun:
     """The step whose seconds the estimate states. contention: of cluster and mesh.
     layers: what is told of each stage, if not how many it has."""

@@ -75,8 +75,7 @@ def need(package: str, whatever: str) -> Any:
         if error.name != package:
             raise
         raise DataError(
-            f"{whatever} needs the package {package}",
-            fix="pip install 'autopar[data]'",
+            f"{whatever} needs the package {package}", fix="pip install 'autopar[data]'"
         ) from None
 
 

@@ -77,9 +77,7 @@ def _in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _loss_of(
-    model: nn.Module,
-    fields: Mapping[str, Any],
-    loss_fn: Callable[..., Any] | None,
+    model: nn.Module, fields: Mapping[str, Any], loss_fn: Callable[..., Any] | None
 ) -> torch.Tensor:
     try:
         return call_model(model, fields, loss_fn).loss

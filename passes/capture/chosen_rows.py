@@ -32,11 +32,7 @@ from ..ops.rules import is_pointwise
 CHOOSES = "aten.where.default"
 SEEDED = torch.Tag.nondeterministic_seeded
 ADDING = ("aten.index_add", "aten.scatter_add")
-LOOKUPS = {
-    "aten.gather": "index",
-    "aten.embedding": "indices",
-    "aten.one_hot": "self",
-}
+LOOKUPS = {"aten.gather": "index", "aten.embedding": "indices", "aten.one_hot": "self"}
 EXPANDS: dict[str, Rule] = {
     **dict.fromkeys(("aten.expand_as", "aten.broadcast_to"), expand_as),
     "aten.broadcast_tensors": broadcast_tensors,

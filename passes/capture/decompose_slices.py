@@ -110,12 +110,7 @@ def select_scatter(rewriter: Rewriter, node: Node) -> Value:
 
 
 def around(
-    rewriter: Rewriter,
-    base: Value,
-    part: Value,
-    dim: int,
-    start: int,
-    end: int,
+    rewriter: Rewriter, base: Value, part: Value, dim: int, start: int, end: int
 ) -> Value:
     """cat of base[:start], part and base[end:] along a dim."""
     pieces = []

@@ -115,10 +115,7 @@ def _heads_apart(
 
 
 def _with_lead(
-    rewriter: Rewriter,
-    mask: Value,
-    common: tuple[int, ...],
-    lead: tuple[int, int],
+    rewriter: Rewriter, mask: Value, common: tuple[int, ...], lead: tuple[int, int]
 ) -> Value:
     """A mask whose leading dims broadcast to `common`, for `lead` instead."""
     *own, rows, columns = mask.shape

@@ -205,12 +205,7 @@ OPS = (
     _loss("binary_cross_entropy", "weight reduction", ""),
     _loss("binary_cross_entropy_with_logits", "weight pos_weight reduction"),
     _loss("kl_div", "reduction log_target", ""),
-    Op(
-        "autopar.masked_scale",
-        "x keep scale",
-        rowwise=True,
-        derivative=scaled_again,
-    ),
+    Op("autopar.masked_scale", "x keep scale", rowwise=True, derivative=scaled_again),
     Op("autopar.add_", "into x", rowwise=True),
     Op("autopar.add_each_", "sums terms"),
 )

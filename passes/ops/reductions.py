@@ -255,9 +255,7 @@ OPS = (
         formula=sum_exp,
     ),
     Op(
-        "autopar.sum_exp_backward",
-        "x dy largest",
-        in_place="kernels.sum_exp_backward_",
+        "autopar.sum_exp_backward", "x dy largest", in_place="kernels.sum_exp_backward_"
     ),
     Op("autopar.sum_exp_backward_", "x dy largest"),
 )

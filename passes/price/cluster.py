@@ -210,10 +210,7 @@ class Cluster:
         many = nodes(mesh, axes, inner.devices)
         assert many is not None, "the group crosses this level"
         near = Near(
-            many[1],
-            inner.bytes_per_second * inner.efficiency,
-            inner.latency,
-            many[0],
+            many[1], inner.bytes_per_second * inner.efficiency, inner.latency, many[0]
         )
         return Link(size, speed, level.latency, near, stride, self.messages, level.step)
 

@@ -32,9 +32,7 @@ def stage_accounts(
 
 
 def count_once(
-    accounts: Sequence[Account],
-    locals_: Sequence[LocalStage],
-    placement: Sequence[int],
+    accounts: Sequence[Account], locals_: Sequence[LocalStage], placement: Sequence[int]
 ) -> list[Account]:
     """The accounts, in which of what several stages use each rank counts one; of a
     weight's gradient what is between ranks is exchanged."""

@@ -256,9 +256,7 @@ def _timeline(
 
 
 def run_schedule(
-    schedule: Schedule,
-    took: Sequence[StageSeconds],
-    contention: CoreContention = ALONE,
+    schedule: Schedule, took: Sequence[StageSeconds], contention: CoreContention = ALONE
 ) -> Timeline:
     """The microbatches of a step on paper. took: by one on each stage."""
     return simulate_contention(

@@ -13,11 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schedule.schedule import Action, Kind, Schedule, add_communication
-from ..schedule.simulate_schedule import (
-    Timeline,
-    kind_seconds,
-    simulate,
-)
+from ..schedule.simulate_schedule import Timeline, kind_seconds, simulate
 
 ENDED = 1e-9  # of a job's seconds: what rounding leaves of them
 

@@ -16,13 +16,7 @@ from ..cost import Seconds
 from ..schedule.footprint import Footprint, peak_bytes
 from ..schedule.list_schedule import RULES, Listed, Pipeline, list_schedule
 from ..schedule.make_schedule import SCHEDULES
-from ..schedule.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    ScheduleError,
-    add_communication,
-)
+from ..schedule.schedule import Action, Kind, Schedule, ScheduleError, add_communication
 from ..schedule.simulate_schedule import simulate
 
 # The rank of each stage -> bytes for activations on each rank.

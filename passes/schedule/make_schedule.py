@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from ..schedule.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    ScheduleError,
-    at_least_one,
-)
+from ..schedule.schedule import Action, Kind, Schedule, ScheduleError, at_least_one
 
 # How often in turn, and what: (3, "F0 B0") is a forward and a backward, three times.
 Phase = tuple[int, str]
@@ -141,11 +135,7 @@ def zero_bubble_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Sched
     """
     _one_stage_a_rank("zb-h1", stages_per_rank)
     phases = [
-        [
-            (ranks - rank - 1, "F0"),
-            (rank, "F0 I0"),
-            (microbatches, "F0 I0 W0"),
-        ]
+        [(ranks - rank - 1, "F0"), (rank, "F0 I0"), (microbatches, "F0 I0 W0")]
         for rank in range(ranks)
     ]
     return in_phases("zb-h1", microbatches, range(ranks), phases)

@@ -10,13 +10,7 @@ import re
 from collections.abc import Sequence
 
 from ..schedule.check_schedule import check
-from ..schedule.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    ScheduleError,
-    add_communication,
-)
+from ..schedule.schedule import Action, Kind, Schedule, ScheduleError, add_communication
 
 NAME = "made"
 ANY = re.compile(r"(\d+)([FIW])(\d+)")

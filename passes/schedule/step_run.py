@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..schedule.core_contention import (
-    ALONE,
-    CoreContention,
-    simulate_contention,
-)
+from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
 from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, bytes_alive
 from ..schedule.schedule import Action, Kind, Schedule
 from ..schedule.simulate_schedule import Span, Timeline

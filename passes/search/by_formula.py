@@ -223,10 +223,7 @@ def in_flight(candidate: Candidate) -> int:
 
 
 def _balanced(
-    candidate: Candidate,
-    runs: int,
-    prices: LayerPrices,
-    timed: Timed,
+    candidate: Candidate, runs: int, prices: LayerPrices, timed: Timed
 ) -> tuple[int, ...] | None:
     """Layers of each stage, so that the slowest rank is as fast as can be."""
     stages = candidate.mesh.pipeline_ranks * candidate.stages_per_rank

@@ -27,13 +27,7 @@ from ..search.least_cost import Table
 from ..search.value_costs import NEVER, Amount, Setting, ValueCosts
 from ..shard.alternatives import alternative_of
 from ..shard.hints import read_hints
-from ..shard.op_sharding import (
-    PASS,
-    Allowed,
-    OpSharding,
-    made_state,
-    needed_state,
-)
+from ..shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
 from ..shard.plan_shardings import splittable
 from ..shard.resharding import Need, P, R, State, V
 from ..shard.sharding import Sharding

@@ -16,15 +16,7 @@ from dataclasses import dataclass, replace
 
 from ..capture.trace import Traced
 from ..graph import LAYER, Location, Node, Part, Value
-from ..layers import (
-    FIRST,
-    Layered,
-    NotAlike,
-    Repeats,
-    longest,
-    number_in,
-    renumbered,
-)
+from ..layers import FIRST, Layered, NotAlike, Repeats, longest, number_in, renumbered
 from ..plan import Plan
 from ..repeat_layers import Repeater
 from ..shard.insert_collectives import Lowered

@@ -37,10 +37,7 @@ def fuse_collectives(
 
 
 def _follows(
-    first: Node,
-    node: Node,
-    shardings: Mapping[str, Sharding],
-    order: Sequence[str],
+    first: Node, node: Node, shardings: Mapping[str, Sharding], order: Sequence[str]
 ) -> bool:
     """Whether a collective goes on with another one: of the next axis inwards, if they
     scatter, and outwards, if they gather values that ranks use differently."""

@@ -100,9 +100,7 @@ def check_writes(
 
 
 def check_shapes(
-    nodes: Iterable[Node],
-    dims: Mapping[str, Dims],
-    shardings: Mapping[str, Sharding],
+    nodes: Iterable[Node], dims: Mapping[str, Dims], shardings: Mapping[str, Sharding]
 ) -> None:
     """Checks the shapes of a rank against the named dims: what no axis splits is there
     whole. Raises: InvalidGraph."""

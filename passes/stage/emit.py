@@ -114,11 +114,7 @@ class _Emitter:
     def outline(self) -> Outline:
         """The nodes of each microbatch, function by function, see `outline`."""
         s = self.stage
-        results = (
-            [*s.ends, *s.residuals],
-            s.weight_residuals,
-            (),
-        )
+        results = ([*s.ends, *s.residuals], s.weight_residuals, ())
         nodes: list[Sequence[Node]] = [s.forward, s.backward]
         nodes += [s.weight_half] if s.weight_half is not None else []
         if not self.outlined:

@@ -66,12 +66,7 @@ class LocalStage:
     @property
     def graphs(self) -> list[tuple[str, Graph]]:
         """Each part as a graph, see `passes.stage.check_stage`."""
-        ends = (
-            *self.ends,
-            *self.residuals,
-            *self.weight_residuals,
-            *self.d_receives,
-        )
+        ends = (*self.ends, *self.residuals, *self.weight_residuals, *self.d_receives)
         return part_graphs(self.parts, self.params, filter(None, ends))
 
     def verify(self) -> LocalStage:

@@ -72,11 +72,7 @@ class Writer:
         return op.derivative if is_usual(node) and not is_traced else None
 
     def seed(
-        self,
-        sends: tuple[Value, ...],
-        loss: Value | None,
-        halves: bool,
-        scaled: bool,
+        self, sends: tuple[Value, ...], loss: Value | None, halves: bool, scaled: bool
     ) -> tuple[Value | None, ...]:
         """Start the backward with the cotangents that come in, and the loss's own.
 

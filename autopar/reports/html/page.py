@@ -40,8 +40,7 @@ def write_page(plans: Sequence[dict[str, Any]], path: Path) -> None:
         path.write_text(page(plans), encoding="utf-8", newline="\n")
     except OSError as error:
         raise AutoparError(
-            f"cannot write '{path}': {error.strerror}",
-            fix="give another file with -o",
+            f"cannot write '{path}': {error.strerror}", fix="give another file with -o"
         ) from None
 
 

@@ -19,12 +19,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import Program
 from autopar.runtime.agreement.roll_call import Facts
-from autopar.runtime.parameters.by_element import (
-    Reach,
-    Undecided,
-    exchanges,
-    reach_of,
-)
+from autopar.runtime.parameters.by_element import Reach, Undecided, exchanges, reach_of
 from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 

@@ -159,12 +159,7 @@ class LocalOps(Placement):
         return picked.masked_fill_(outside, 0)
 
     def pick_backward_add_(
-        self,
-        buffer: Tensor,
-        dy: Tensor,
-        index: Tensor,
-        n: int,
-        axes: tuple[str, ...],
+        self, buffer: Tensor, dy: Tensor, index: Tensor, n: int, axes: tuple[str, ...]
     ) -> Tensor:
         """Add dy [...] to where index [...] picked, in buffer [..., my extent]."""
         pieces = self.pieces(n, axes)

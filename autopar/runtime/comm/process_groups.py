@@ -326,10 +326,7 @@ class _Transfer(Work):
 
 
 def _new_groups(
-    rank: int,
-    world: int,
-    wanted: set[tuple[int, ...]],
-    timeout: timedelta | None,
+    rank: int, world: int, wanted: set[tuple[int, ...]], timeout: timedelta | None
 ) -> WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]:
     """The groups that this rank is in; that of all ranks is the default one.
 
