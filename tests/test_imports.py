@@ -69,7 +69,7 @@ TABLES = {
     "capture/distinct.py", "capture/functionalize.py", "capture/loss.py",
     "capture/normalize.py", "capture/reduce_rows.py",
     "capture/decompose_composites.py", "capture/decompose_slices.py",
-    "capture/split_products.py", "dims/choose_names.py", "proof/shrink.py",
+    "capture/split_products.py", "dims/choose_names.py",
     "shard/collectives.py", "shard/parameter_sharding.py",
 }  # fmt: skip
 OP_NAME = r"(aten|autopar|comm)\.\w+(\.\w+)?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ops import extents, parts
+from ..ops import extents, parts, shrunk
 from ..ops.op import Elements, Op
 
 HEEDED = {
@@ -11,7 +11,6 @@ HEEDED = {
     "broadcast_to": "self size",
     "glu": "self dim",
     "nansum": "self dim keepdim dtype",
-    "rsub": "self other alpha",
     "sum_to_size": "self size",
     "tensor_split": "self sections indices dim",
 }
@@ -57,10 +56,17 @@ CLASSES = "self target weight reduction ignore_index"
 
 OPS = (
     *(Op(f"aten.{name}", heeds) for name, heeds in HEEDED.items()),
+    Op("aten.rsub", "self other alpha", shrunk=shrunk.comparison),
     *(Op(f"aten.{name}", heeds, autocast="wide") for name, heeds in WIDE.items()),
     *(
-        Op(f"aten.{name}", heeds, view="shape", put_back=parts.reshaped)
-        for name, heeds in RESHAPED.items()
+        Op(
+            f"aten.{n}",
+            heeds,
+            view="shape",
+            put_back=parts.reshaped,
+            shrunk=shrunk.view,
+        )
+        for n, heeds in RESHAPED.items()
     ),
     *(
         Op(
@@ -101,7 +107,13 @@ OPS = (
             ("slice", "start end step", parts.sliced),
         )
     ),
-    Op("aten.repeat", "self repeats", extents=extents.repeated, values="moved"),
+    Op(
+        "aten.repeat",
+        "self repeats",
+        extents=extents.repeated,
+        values="moved",
+        shrunk=shrunk.repeat,
+    ),
     Op("aten.index", "self indices", extents=extents.indexed, counts=True),
     Op(
         "aten.index_select",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ops import extents
+from ..ops import extents, shrunk
 from ..ops.op import Elements, Op, to_out
 
 
@@ -27,7 +27,8 @@ OPS = (
     *_sized("self size fill_value dtype", "new_full"),
     *_like("self dtype", "empty_like", "ones_like", "zeros_like"),
     *_like("self fill_value dtype", "full_like"),
-    Op("aten.arange", "start end step dtype", counts=True),
+    Op("aten.arange", "start end step dtype", counts=True, shrunk=shrunk.arange),
+    Op("aten.eye", shrunk=shrunk.two_sizes),
     Op("aten.scalar_tensor", "s dtype"),
     Op("aten.tril_indices", "row col offset dtype"),
     *_like("self", "lift_fresh_copy", elements="same"),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..graph import Node, Value
-from ..ops import extents
+from ..ops import extents, shrunk
 from ..ops.cotangents import Cotangents
 from ..ops.notation import letters
 from ..ops.op import Op, OutCotangents, Place
@@ -130,6 +130,7 @@ OPS = (
         "v@ e, ... -> ... e",
         "default(x(a, d), ints(b, c))",
         extents=extents.looked_up,
+        shrunk=shrunk.embedding,
         weights="weight",
         on_rank=look_up,
         on_shard=embedding_from,

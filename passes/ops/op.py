@@ -76,6 +76,13 @@ class Unite(Protocol):
         """A whole is a part and a constant."""
 
 
+class Small(Protocol):
+    """A graph whose sizes are made small: `passes.proof.shrink.Shrinker`."""
+
+    def number(self, n: int) -> int:
+        """A number that is compared with positions: its place among the sizes."""
+
+
 @dataclass(frozen=True)
 class Alternative:
     """Another way to split an op than its rule has: an axis splits two dims at once,
@@ -135,8 +142,9 @@ class Op:
     keeps: what its derivative reads, by Korthikanti 2022 (arXiv:2205.05198, section
     4.1): operands by number, its "result", or a "mask" of its result's size.
     sizes: the node with the sizes among its arguments set to those of its results, of a
-    shard or a smaller model. on_rank: what a rank runs in its place, which knows where
-    its shard begins; of the node in global shapes, and in the rank's.
+    shard or a smaller model. shrunk: the same of a smaller model alone, see
+    `passes.ops.shrunk`. on_rank: what a rank runs in its place, which knows where its
+    shard begins; of the node in global shapes, and in the rank's.
     derivative: else autograd is traced through it, as where `traced_if` says so.
     forward: the node to run forward, if the derivative needs more results of it.
     formula: what it computes, of an op that torch does not have. on_shard: the same of
@@ -175,6 +183,7 @@ class Op:
     weights: str | Callable[[Node], str] = ""
     keeps: tuple[int | str, ...] = ()
     sizes: Callable[[Node], Node] | None = None
+    shrunk: Callable[[Small, Node, Node], Node] | None = None
     on_rank: Callable[[Place, Node, Node], Node] | None = None
     derivative: Derivative | None = None
     traced_if: Callable[[Cotangents, Node], bool] | None = None

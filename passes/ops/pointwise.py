@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..graph import Node, Value
-from ..ops import parts
+from ..ops import parts, shrunk
 from ..ops.cotangents import Cotangents
 from ..ops.op import Finite, Op, OutCotangents
 
@@ -73,6 +73,7 @@ OPS = (
         form="Tensor",
         linear="jointly",
         counts=True,
+        shrunk=shrunk.comparison,
         row_by_row=True,
         derivative=add,
         traced_if=lambda cts, node: "alpha" in node.kwargs,
@@ -86,6 +87,7 @@ OPS = (
         form="Tensor",
         linear="jointly",
         counts=True,
+        shrunk=shrunk.comparison,
         row_by_row=True,
         spelling="torch.sub",
         in_place=".sub_",
@@ -149,6 +151,10 @@ OPS = (
     *(
         Op(f"aten.{name}", finite="kept", values="replaced")
         for name in ("masked_fill", "maximum", "minimum")
+    ),
+    *(
+        Op(f"aten.{name}", shrunk=shrunk.comparison)
+        for name in ("gt", "ge", "lt", "le")
     ),
     Op("aten.clamp_min", values="replaced"),
     Op("aten.softplus", finite="kept", autocast="wide"),

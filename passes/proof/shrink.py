@@ -6,7 +6,7 @@ size or a position follows, and what constants hold is cut out of the large ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..capture.trace import Traced
 from ..graph import Graph, Node, Value, map_values, resolve
-from ..ops.captured import RESHAPES
 from ..ops.op import op_of
 from ..ops.parts import part_of
 from ..proof.choose_sizes import NotShrunk
@@ -86,10 +85,10 @@ class Shrinker:
         )
         if part_of(node) is not None:
             return self._cut(node, new)
-        if (change := ARGUMENTS.get(node.name)) is not None:
-            return change(self, node, new)
-        sizes = op_of(node).sizes
-        return sizes(new) if sizes else new
+        op = op_of(node)
+        if op.shrunk is not None:
+            return op.shrunk(self, node, new)
+        return op.sizes(new) if op.sizes else new
 
     def number(self, n: int) -> int:
         """A number that is compared with positions: its place among the sizes."""
@@ -157,72 +156,3 @@ def _check(old: Node, new: Node) -> None:
             source=str(old.location),
             fix="prove the plan of a smaller model of the kind, which is run as it is",
         )
-
-
-# --- arguments that say sizes ---------------------------------------------------------
-
-Change = Callable[[Shrinker, Node, Node], Node]
-
-
-def _view(_: Shrinker, node: Node, new: Node) -> Node:
-    """Any view is a reshape to its result's shape."""
-    args = (new.operands[0], new.out.shape)
-    return replace(new, op="aten.reshape.default", args=args, kwargs={})
-
-
-def _arange(at: Shrinker, node: Node, new: Node) -> Node:
-    """As many as there are; one that begins elsewhere begins there still."""
-    count = new.out.shape[0] if new.out.shape else 1
-    kind = node.op.rpartition(".")[2]
-    if kind == "default":
-        return new.with_args(end=type(node.arg("end"))(count))
-    start, step = node.arg("start"), node.arg("step") or 1
-    if isinstance(start, int):
-        start = at.number(start)
-    return new.with_args(start=start, end=start + count * step)
-
-
-def _repeat(_: Shrinker, node: Node, new: Node) -> Node:
-    x, out = new.operands[0], new.out
-    ahead = len(out.shape) - len(x.shape)
-    padded = (*(1,) * ahead, *x.shape)
-    times = tuple(n // max(m, 1) for n, m in zip(out.shape, padded, strict=True))
-    return new.with_args(repeats=times)
-
-
-def _embedding(_: Shrinker, node: Node, new: Node) -> Node:
-    """A row for padding is as far from the end, or the beginning, as it was."""
-    padding = node.arg("padding_idx")
-    rows, fewer = node.operands[0].shape[0], new.operands[0].shape[0]
-    if padding < fewer:
-        return new
-    place = max(0, fewer - (rows - padding)) if rows - padding <= fewer else fewer - 1
-    return new.with_args(padding_idx=place)
-
-
-def _comparison(at: Shrinker, node: Node, new: Node) -> Node:
-    """Positions are compared with, or shifted by, numbers that speak of sizes."""
-    x, other = node.named("self other")
-    whole = isinstance(x, Value) and not x.dtype.is_floating_point
-    if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
-        return new
-    return new.with_args(other=at.number(other))
-
-
-def _two_sizes(_: Shrinker, node: Node, new: Node) -> Node:
-    """eye: of the shape of its result."""
-    sizes = dict(zip(("n", "m"), new.out.shape, strict=True))
-    return new.with_args(**sizes if node.op.endswith(".m") else {"n": sizes["n"]})
-
-
-ARGUMENTS: dict[str, Change] = {
-    **dict.fromkeys(RESHAPES, _view),
-    "aten.arange": _arange,
-    "aten.repeat": _repeat,
-    "aten.embedding": _embedding,
-    "aten.eye": _two_sizes,
-    **dict.fromkeys(
-        (f"aten.{name}" for name in ("gt", "ge", "lt", "le", "sub", "add", "rsub")),
-        _comparison,
-    ),
-}

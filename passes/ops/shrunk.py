@@ -1,0 +1,63 @@
+"""Arguments that say sizes or positions, in a captured graph with small sizes.
+
+Each function is told the node as it was and as it is with values of small shapes, see
+`passes.proof.shrink`. Of others `Op.sizes` says all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..graph import Node, Value
+from ..ops.op import Small
+
+
+def view(_: Small, node: Node, new: Node) -> Node:
+    """Any view is a reshape to its result's shape."""
+    args = (new.operands[0], new.out.shape)
+    return replace(new, op="aten.reshape.default", args=args, kwargs={})
+
+
+def arange(at: Small, node: Node, new: Node) -> Node:
+    """As many as there are; one that begins elsewhere begins there still."""
+    count = new.out.shape[0] if new.out.shape else 1
+    kind = node.op.rpartition(".")[2]
+    if kind == "default":
+        return new.with_args(end=type(node.arg("end"))(count))
+    start, step = node.arg("start"), node.arg("step") or 1
+    if isinstance(start, int):
+        start = at.number(start)
+    return new.with_args(start=start, end=start + count * step)
+
+
+def repeat(_: Small, node: Node, new: Node) -> Node:
+    x, out = new.operands[0], new.out
+    ahead = len(out.shape) - len(x.shape)
+    padded = (*(1,) * ahead, *x.shape)
+    times = tuple(n // max(m, 1) for n, m in zip(out.shape, padded, strict=True))
+    return new.with_args(repeats=times)
+
+
+def embedding(_: Small, node: Node, new: Node) -> Node:
+    """A row for padding is as far from the end, or the beginning, as it was."""
+    padding = node.arg("padding_idx")
+    rows, fewer = node.operands[0].shape[0], new.operands[0].shape[0]
+    if padding < fewer:
+        return new
+    place = max(0, fewer - (rows - padding)) if rows - padding <= fewer else fewer - 1
+    return new.with_args(padding_idx=place)
+
+
+def comparison(at: Small, node: Node, new: Node) -> Node:
+    """Positions are compared with, or shifted by, numbers that speak of sizes."""
+    x, other = node.named("self other")
+    whole = isinstance(x, Value) and not x.dtype.is_floating_point
+    if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
+        return new
+    return new.with_args(other=at.number(other))
+
+
+def two_sizes(_: Small, node: Node, new: Node) -> Node:
+    """eye: of the shape of its result."""
+    sizes = dict(zip(("n", "m"), new.out.shape, strict=True))
+    return new.with_args(**sizes if node.op.endswith(".m") else {"n": sizes["n"]})
