@@ -133,7 +133,7 @@ class HeldState:
         self, prefix: str = "", recurse: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The same, with the model's own names; `h.0.attn.qkv[0:32].weight` is part of
-        one that the model cuts into pieces, which rest each by itself.
+        one that the model cuts into pieces, each sharded by itself.
 
         As of a module. prefix: put before all names. recurse: whether those of
         submodules are among them.

@@ -2,7 +2,7 @@
 returns, or compute what it does in eval mode, with the same weights.
 
 A last batch that is short, or sequences of another length, take a program of their own.
-The same decisions make it, so that parameters rest in the same places. A batch that
+The same decisions make it, so that parameters are sharded alike. A batch that
 does not divide over the ranks is padded, if the loss can leave out what is more; and so
 is each once there are as many programs as are kept.
 """

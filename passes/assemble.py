@@ -92,7 +92,7 @@ def _outputs(staged: Staged) -> dict[str, OutputSpec]:
 
 
 def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec]:
-    """Where each of some parameters or buffers rests."""
+    """The sharding of each of some parameters or buffers."""
     lowered = staged.lowered
     gathered = gathered_axes(lowered.graph)
     holders: dict[str, list[int]] = {}

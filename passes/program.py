@@ -26,7 +26,7 @@ FORMAT = 6
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Where a parameter or buffer rests, and how its gradient is completed.
+    """How a parameter or buffer is sharded, and how its gradient is completed.
 
     factors, dims, slots: for each tensor dim its named factors: sizes, names, and the
     axes that split them. pending: axes over which its gradient is a pending sum at the
@@ -110,8 +110,7 @@ class Program:
     constants of the model's code, by name. groups: the sets of axes that collectives
     run over. communication: of each stage's first rank. memory: of each pipeline rank.
     remarks: what the user should know. ranges: batch field -> what its integers may be.
-    proof: that it computes what the model does; it rests in the manifest of a plan
-    directory.
+    proof: that it computes what the model does, in a plan directory's manifest.
     outputs: what comes back beside the loss, by name; metrics: how many of these, the
     first, are scalars that every step tells. known: buffers of which the model asked
     what is in them, as whether any of it is set -> the digest of what was.

@@ -26,7 +26,7 @@ def pattern(spec: ParameterSpec) -> str:
 
 
 def parameter_table(program: Program, every: bool = False) -> Table:
-    """Each parameter: its named dims and where it rests; equal layers in one row.
+    """Each parameter: its named dims and its sharding; equal layers in one row.
 
     every: one row for each parameter instead.
     """
@@ -64,7 +64,7 @@ def parameter_table(program: Program, every: bool = False) -> Table:
 
 
 def _gathering(program: Program, spec: ParameterSpec) -> str:
-    """When a parameter that rests split becomes whole for its uses."""
+    """When a parameter that is sharded becomes whole for its uses."""
     when = "a block ahead" if program.plan.zero == 3 else "once a step"
     return when if spec.gathered else ""
 

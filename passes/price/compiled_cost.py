@@ -64,7 +64,7 @@ def activation_budget(
     accounts: Sequence[Account], locals_: Sequence[LocalStage], memory: float
 ) -> Limits:
     """What so many bytes of a device (0: no limit) leave for activations beside what
-    rests on each rank. accounts: of each stage, see `stage_accounts`."""
+    stays on each rank. accounts: of each stage, see `stage_accounts`."""
 
     def limits(placement: Sequence[int]) -> list[float]:
         ranks = by_rank(count_once(accounts, locals_, placement), placement)

@@ -16,7 +16,7 @@ class OutOfMemory(AutoparError):
 class RankMemory:
     """Bytes on the first rank of a pipeline rank's group.
 
-    What rests (between steps too): parameters, their gradients, the optimizer's state,
+    What stays (between steps too): parameters, their gradients, the optimizer's state,
     buffers. activations: the most at once, under the schedule, with messages and with
     what is gathered and whole for a step.
     """

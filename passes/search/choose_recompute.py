@@ -114,7 +114,7 @@ class _Search:
         return [stage_seconds(a, self.plan.mesh, self.cluster) for a in accounts]
 
     def resting(self, schedule: Schedule) -> list[RankMemory]:
-        """What rests on each rank, whatever is computed again."""
+        """What stays on each rank, whatever is computed again."""
         locals_ = [self.uniform(stage, RECOMPUTE[0]) for stage in self.stages]
         placement = schedule.stage_to_rank
         counted = count_once(self.accounts(locals_), locals_, placement)
@@ -151,7 +151,7 @@ class _Search:
         return on_paper(schedule, seconds, 0.0).total, choice
 
     def solve_rank(self, schedule: Schedule, rank: int, rest: RankMemory) -> Choice:
-        """The choice for the layers of one rank's stages. rest: what rests there."""
+        """The choice for the layers of one rank's stages. rest: what stays there."""
         placed = zip(self.stages, schedule.stage_to_rank, strict=True)
         own = [stage for stage, there in placed if there == rank]
         layers = [layer for stage in own for layer in stage.layers.values()]

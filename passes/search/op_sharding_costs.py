@@ -2,8 +2,8 @@
 
 An op costs the seconds that its part takes; a value costs the collectives that bring it
 from its producer's sharding to its consumers', each once for all that share it; what is
-kept for the backward, and a parameter as it rests, costs bytes. What other axes split
-is given, and so is a byte's price in seconds: where memory is short it is high.
+kept for the backward, and a share of a parameter, costs bytes. What other axes split is
+given, and so is a byte's price in seconds: where memory is short it is high.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """value_costs: the collectives that a value takes, and the memory, on one axis.
 
 A value is brought from the state in which it is made to those in which it is needed,
-each once for all uses that share it. A parameter rests as its uses want it.
+each once for all uses that share it. A parameter is sharded as its uses want it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ValueCosts:
         return update, seconds + reduction, resting
 
     def _rest(self, needs: Sequence[Need], partial: bool) -> State:
-        """A parameter rests as all of its uses want it, else whole."""
+        """A parameter is sharded as all of its uses want it, else whole."""
         states = {need.state for need in needs}
         whole = self.setting.axis in self.setting.sharded.plan.zigzag
         if (

@@ -3,7 +3,7 @@
     q, k, v = split_with_sizes(w, [32, 8, 8])     q: heads/tp    k, v: whole
 
 A weight has one sharding, and its uneven pieces have no split in common. So each piece
-becomes a parameter of its own: it rests as its uses want it, its gradient is completed
+becomes a parameter of its own, sharded as its uses want it; its gradient is completed
 as they leave it, and nothing else in the compiler knows of pieces. What they are of the
 model's parameter is remembered (`Part`), for those who read and write whole ones.
 """

@@ -64,8 +64,8 @@ def split_parameter(
 def parameter_sharding(
     dims: Dims, uses: Sequence[Sharding], plan: Plan, shared: bool
 ) -> Sharding:
-    """How a parameter rests: as all of its uses want it; else whole, or split where a
-    share for each rank is enough until it is used.
+    """How a parameter is sharded: as all of its uses want it; else whole, or split
+    where a share for each rank is enough until it is used.
 
     shared: whether it is shared out over the plan's axes for that.
     """
@@ -74,7 +74,7 @@ def parameter_sharding(
     for axis in order:
         place = common_place(uses, axis)
         if axis in plan.zigzag or axis == TIME:
-            continue  # what rests is one piece of a parameter, and the same all along
+            continue  # a share is one piece of a parameter, and the same all along
         if place is not None:
             state = state.with_split(place, axis, order)
     for axis in plan.parameter_axes if shared else ():
