@@ -6,7 +6,6 @@ simulator read. Messages begin before they are needed and are waited for when th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
@@ -23,7 +22,6 @@ from autopar.passes.schedule.schedule import Action, Kind
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.comm.step_state import StepState
-from autopar.runtime.comm.work import Work
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.emitted import fields_read
 from autopar.runtime.execute.gradient_buckets import Gradients
@@ -32,6 +30,7 @@ from autopar.runtime.execute.loss_scale import LossScale
 from autopar.runtime.execute.outputs import Outputs
 from autopar.runtime.execute.running_stage import Batch, RunningStage, load_module
 from autopar.runtime.execute.tf32 import in_tf32
+from autopar.runtime.execute.unused import Unused, nothing_left_of_failures
 from autopar.runtime.parameters.changed import check_data, check_kind, kind_of
 
 
@@ -67,7 +66,7 @@ class Executor:
         self._send_completions = send_completions(program.schedule, self.pp)
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.overlaps = True
-        self._late: defaultdict[int, list[Sequence[Tensor]]] = defaultdict(list)
+        self._unused = Unused()
         self.gradients = Gradients(program, comm, self.parameters, gradients)
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
         # After it, nothing is added to the gradients of a stage any more.
@@ -80,10 +79,6 @@ class Executor:
             if name in self.parameters
         ]
         self.set_up()
-        self._arriving: dict[Action, list[Work]] = {}
-        self._outputs: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
-        self._leaving: dict[Action, list[Work]] = {}
-        self._losses: list[Tensor] = []
         self.outputs = Outputs(program, comm)
         # Of the last step, or of what was evaluated last.
         self.metrics: dict[str, Tensor] = {}
@@ -132,7 +127,16 @@ class Executor:
 
     # --- one step ------------------------------------------------------------------
 
+    def leave_nothing(self) -> None:
+        """After a step that failed: gradients are what they were before it, and what
+        it made does not get into the next one."""
+        self._unused = Unused()
+        for stage in self.stages.values():
+            stage.clear()
+        self.gradients.put_back()
+
     @torch.no_grad()
+    @nothing_left_of_failures
     def step(self, batch: Mapping[str, Field]) -> Tensor:
         """Forward and backward of the whole batch; returns the loss, on every rank.
 
@@ -157,6 +161,7 @@ class Executor:
         return loss
 
     @torch.no_grad()
+    @nothing_left_of_failures
     def evaluate(self, batch: Mapping[str, Field]) -> Tensor:
         """The loss of the whole batch without dropout; nothing is kept or changed but
         `metrics` and `outputs`."""
@@ -200,7 +205,7 @@ class Executor:
         for stage in self.stages.values():
             stage.batch.end()
         self.comm.flush()
-        self._leaving.clear()
+        self._unused.leaving.clear()
 
     def _free_batch(self) -> None:
         """Let go of what prologues made, parameters that they gathered included."""
@@ -220,7 +225,7 @@ class Executor:
         """The context of a backward: in the last one gradients leave as they are
         ready."""
         if self._last[action.stage] == action:
-            late = self._late[action.stage].append
+            late = self._unused.late[action.stage].append
             ready = partial(self._ready, action.stage)
             self.state.on_ready = ready if self.overlaps else late
             self.stages[action.stage].begin_epilogue(self.comm)
@@ -238,7 +243,7 @@ class Executor:
         """Scatter and reduce what is left, and wait for all of it."""
         for index, stage in self.stages.items():
             self.state.on_ready = partial(self._ready, index)
-            for gradients in self._late.pop(index, ()):
+            for gradients in self._unused.late.pop(index, ()):
                 self._ready(index, gradients)
             stage.end_epilogue()
         self.state.on_ready = None
@@ -250,15 +255,12 @@ class Executor:
     def _run(self, action: Action) -> None:
         kind = action.kind
         if kind.is_recv:
-            key = (
-                "x" if kind is Kind.RECV_F else "dy",
-                action.stage,
-                action.microbatch,
-            )
-            arriving = self._arriving.pop(action)
-            self._outputs[key] = tuple(work.wait() for work in arriving)
+            tensor = "x" if kind is Kind.RECV_F else "dy"
+            key = tensor, action.stage, action.microbatch
+            arriving = self._unused.arriving.pop(action)
+            self._unused.outputs[key] = tuple(work.wait() for work in arriving)
             for send in self._send_completions.get(action, ()):
-                for work in self._leaving.pop(send, ()):
+                for work in self._unused.leaving.pop(send, ()):
                     work.wait()
         elif kind is Kind.F:
             self._forward(action)
@@ -274,7 +276,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, i = self.stages[action.stage], action.microbatch
         self.state.microbatch = i
-        xs = self._outputs.pop(("x", action.stage, i), ())
+        xs = self._unused.outputs.pop(("x", action.stage, i), ())
         made, residuals = stage.module["forward"](
             self.comm, stage.tensors, stage.constants, stage.batch, *xs
         )
@@ -282,7 +284,7 @@ class Executor:
         if not self.state.evaluating:
             stage.residuals[i] = residuals
         if action.stage == len(self.program.stages) - 1:
-            self._losses.append(made[-1])
+            self._unused.losses.append(made[-1])
         else:
             self._hand_on("x", action.stage, action.stage + 1, i, made)
 
@@ -291,7 +293,7 @@ class Executor:
         stage, i = self.stages[action.stage], action.microbatch
         whole = action.kind is Kind.B
         self.state.microbatch = i
-        dys = self._outputs.pop(("dy", action.stage, i), ())
+        dys = self._unused.outputs.pop(("dy", action.stage, i), ())
         made = stage.module["backward" if whole else "backward_input"](
             *self._held(stage), stage.residuals.pop(i), *dys
         )
@@ -316,9 +318,9 @@ class Executor:
     ) -> None:
         """To the next stage on this rank, or to where the send will find it."""
         if to in self.stages:
-            self._outputs[tensor, to, i] = made
+            self._unused.outputs[tensor, to, i] = made
         else:
-            self._outputs[f"send {tensor}", stage, i] = made
+            self._unused.outputs[f"send {tensor}", stage, i] = made
 
     def _with_messages(
         self, actions: Sequence[Action]
@@ -338,9 +340,9 @@ class Executor:
         )
         gone, come = iter(leaving), iter(arriving)
         for send, out in sends.items():
-            self._leaving[send] = list(islice(gone, len(out)))
+            self._unused.leaving[send] = list(islice(gone, len(out)))
         for recv, into in receives.items():
-            self._arriving[recv] = list(islice(come, len(into)))
+            self._unused.arriving[recv] = list(islice(come, len(into)))
 
     def _incoming(self, action: Action) -> list[Incoming]:
         table = "RECEIVES" if action.kind is Kind.RECV_F else "D_SENDS"
@@ -353,7 +355,7 @@ class Executor:
 
     def _outgoing(self, action: Action) -> list[Outgoing]:
         tensor = "send x" if action.kind is Kind.SEND_F else "send dy"
-        tensors = self._outputs.pop((tensor, action.stage, action.microbatch))
+        tensors = self._unused.outputs.pop((tensor, action.stage, action.microbatch))
         peer = self._peer(action)
         return [(x, peer, self._tag(action, n)) for n, x in enumerate(tensors)]
 
@@ -374,12 +376,12 @@ class Executor:
         """
         program = self.program
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        if self._losses:
-            total += torch.stack(self._losses).double().sum()
+        if self._unused.losses:
+            total += torch.stack(self._unused.losses).double().sum()
             for axis, size in program.mesh.stage_axes:
                 if axis not in program.loss_pending:
                     total /= size
-        self._losses.clear()
+        self._unused.losses.clear()
         shares = [total, torch.zeros_like(total) + count, *self.outputs.shares()]
         both = torch.stack(shares)
         self.comm.reduce_ranks_(both, tuple(range(program.mesh.size)))

@@ -64,8 +64,8 @@ class Gradients:
             for bucket in self.buckets
             for name in bucket.names
         }
-        # What the user wants added to, by bucket.
-        self._before: dict[int, Tensor] = {}
+        # What the user wants added to, by bucket that was cleared; None: zeros.
+        self._before: dict[int, Tensor | None] = {}
 
     # --- the buffers ---------------------------------------------------------------
 
@@ -132,6 +132,7 @@ class Gradients:
         """Clear the buffers; what the user wants added to is kept aside."""
         self._before.clear()
         for i, bucket in enumerate(self.buckets):
+            self._end_reduction(bucket)  # of a step that failed
             held = []
             for n in bucket.names:
                 p = self.parameters[n]
@@ -139,8 +140,7 @@ class Gradients:
                     held.append(n)
                 elif p.grad is not None and p.grad.is_set_to(self.by_name[n]):
                     p.grad = self.by_name[n].clone()  # frozen since: it stays as it is
-            if held and (kept := self._set_aside(bucket, held)) is not None:
-                self._before[i] = kept
+            self._before[i] = self._set_aside(bucket, held) if held else None
             bucket.flat.zero_()
             bucket.missing = set(bucket.told)
 
@@ -175,14 +175,26 @@ class Gradients:
                 self._start_reduction(bucket)
         for bucket in self.buckets:
             assert bucket.reducing or len(bucket.ranks) == 1, "all gradients are ready"
-            if bucket.reducing:
-                bucket.reducing.wait()
-                bucket.reducing = None
+            self._end_reduction(bucket)
+
+    def _end_reduction(self, bucket: Bucket) -> None:
+        if bucket.reducing:
+            bucket.reducing.wait()
+            bucket.reducing = None
+
+    def put_back(self) -> None:
+        """After a step that failed: what the user wanted added to. Where a sum over
+        ranks is under way, other ranks may wait as well: it ends in the next step."""
+        for i, old in self._before.items():
+            flat = self.buckets[i].flat
+            flat.zero_() if old is None else flat.copy_(old)
+        self._before.clear()
 
     def hand_over(self, overflowed: bool = False) -> None:
         """Put them into the parameters' `.grad`; None there if they overflowed."""
         for i, old in self._before.items():
-            self.buckets[i].flat.add_(old)
+            if old is not None:
+                self.buckets[i].flat.add_(old)
         self._before.clear()
         for name, grad in self.by_name.items():
             if (p := self.parameters[name]).requires_grad:

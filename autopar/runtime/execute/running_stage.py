@@ -59,6 +59,12 @@ class RunningStage:
     awaited: list[Tensor] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
 
+    def clear(self) -> None:
+        """Let go of what a step that failed has left."""
+        self.batch, self.epilogue, self.awaited = Batch(), None, []
+        self.residuals.clear()
+        self.weight_residuals.clear()
+
     def begin_epilogue(self, comm: Comm) -> None:
         """In the last backward; `go_on` runs it."""
         if "epilogue" in self.module:
