@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from plans import small_model, small_program
@@ -11,6 +16,8 @@ from torch import Tensor
 
 from autopar.passes.errors import IndexOutOfRange
 from autopar.passes.program import Program
+from autopar.runtime.agreement.agreement import FIRST, Agreement
+from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.step import Step
 
 
@@ -61,3 +68,31 @@ def test_all_ranks_go_on_after_a_step_that_failed_on_all() -> None:
     program = small_program("tp=2", 2)
     for result in run_ranks(gradients_around_bad_batches, 2, program):
         check(*result)
+
+
+class Noted(Agreement):
+    """Notes for each batch whether ranks wait for each other before they begin."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(FakeComm(program.mesh, 1, torch.device("cpu"), 0), program)
+        self.waited: list[bool] = []
+
+    def __call__(self, *_: Any) -> None:
+        self.waited.append(True)
+
+    @contextmanager
+    def ahead(self, *_: Any) -> Iterator[None]:
+        self.waited.append(False)
+        yield
+
+
+def test_after_a_failure_ranks_wait_before_they_begin_the_next_step() -> None:
+    """Else messages of a rank that goes on would meet those of the step that failed,
+    in which other ranks still are."""
+    agreement = Noted(small_program("dp=2", 1))
+    updates = cast(Any, SimpleNamespace(facts=lambda: ({}, {}), parameters={}))
+    for i in range(FIRST + 3):
+        with suppress(IndexError), agreement.on_batch("step", {}, updates, {}):
+            if i == FIRST + 1:
+                raise IndexError
+    assert agreement.waited == [True] * FIRST + [False, False, True]

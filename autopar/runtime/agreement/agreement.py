@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,17 +85,22 @@ class Agreement(RollCall):
             # Ranks have other parts, so that they tell all: once.
             weights = [digest(p) for p in updates.parameters.values()]
             facts = {**facts, ("weights", ""): weights}
-        if count < FIRST or count % EVERY == 0:
+        meets = count < FIRST or count % EVERY == 0
+        if meets:
             state = {("training", name): value for name, value in training.items()}
             held = digests("batch", batch)
             if part is not None:
                 fields = {name: value for (_, name), value in held.items()}
                 held = {("part", ""): (part, fields)}
             self(operation, {**facts, **held, **state}, of_stage)
-            yield
-        else:
-            with self.ahead(operation, facts, of_stage):
+        try:
+            with nullcontext() if meets else self.ahead(operation, facts, of_stage):
                 yield
+        except Exception:
+            # Others may be in it still: whoever goes on waits for them at first, or its
+            # messages of the next one would be taken for those of this one.
+            self._calls[operation] = 1
+            raise
 
     def refuse(self, operation: str, error: AutoparError) -> None:
         self._calls[operation] += 1  # as on the other ranks
