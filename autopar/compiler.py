@@ -18,6 +18,7 @@ from torch import nn
 from autopar.capture.capture_model import capture_model
 from autopar.gc_paused import gc_paused
 from autopar.measure.stage_costs import this_machine
+from autopar.own_modes import own_modes
 from autopar.passes.errors import AutoparError, LossNotSeparable
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
@@ -29,6 +30,7 @@ from autopar.proof.prove_program import prove_program
 
 
 @gc_paused()
+@own_modes()
 def compile_offline(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -68,6 +70,7 @@ def compile_offline(
 
 
 @gc_paused()
+@own_modes()
 def proved(
     program: Program,
     model: nn.Module,

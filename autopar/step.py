@@ -22,6 +22,7 @@ from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
 from autopar.other_shapes import OtherShapes, shapes_of, without_padding
+from autopar.own_modes import own_modes
 from autopar.passes.capture.outside import outside_tensors
 from autopar.passes.plan import AUTO, Plan, PlanError
 from autopar.passes.price.cluster import Cluster
@@ -174,6 +175,7 @@ class Step(RankStep):
         # The global batch that came last, if it was padded.
         self._unpadded: Mapping[str, Any] | None = None
 
+    @own_modes()
     def _fit(
         self,
         batch: Mapping[str, Any],
@@ -237,6 +239,7 @@ class Step(RankStep):
             return DataRank(self._decided, rank)
         return super().data
 
+    @own_modes()
     def build(self, *, local: bool = False, **batch: Any) -> Step:
         """Compile for batches like this one (only shapes and types matter).
 

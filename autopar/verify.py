@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.own_modes import on_cpu, own_modes
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import AXES
 from autopar.passes.program import Program
@@ -22,6 +23,8 @@ from autopar.runtime.agreement.validate import check_model
 from autopar.runtime.execute.code_cache import CodeCache
 
 
+@own_modes()
+@on_cpu()
 def verify(
     program: Program,
     model: nn.Module,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
 from autopar.local_batches import fields_of_samples
+from autopar.own_modes import on_cpu
 from autopar.passes.capture.find_repeats import only_layers
 from autopar.passes.capture.trace import Traced
 from autopar.passes.errors import BatchError
@@ -66,6 +67,7 @@ def pad(
     return padded
 
 
+@on_cpu()
 def find_fills(
     model: nn.Module,
     program: Program,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.own_modes import on_cpu
 from autopar.passes.capture.trace import Traced
 from autopar.passes.errors import AutoparError
 from autopar.passes.graph import Value
@@ -61,6 +62,7 @@ class NotProved(AutoparError):
     """A program that is neither small enough to run nor like a small one."""
 
 
+@on_cpu()
 def prove_program(
     program: Program,
     model: nn.Module,
