@@ -27,6 +27,7 @@ ROOMS = (
     *(
         "version",
         "gc_paused",
+        "own_modes",
         "read_file",
         "units",
         "terminal",

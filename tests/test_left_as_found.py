@@ -298,11 +298,30 @@ def by_count(self: Drawing, x: Tensor) -> Tensor:
     return x * min(1.0, self.steps / 100)
 
 
-EVERY = by_python, by_numpy, by_own, by_own_of_numpy, by_choice, by_seed, by_count
-DRAWS = {f.__name__: f for f in EVERY}
+def by_late_count(self: Drawing, x: Tensor) -> Tensor:
+    self.steps += 1
+    return x if self.steps < 1000 else self.mid(x)
+
+
+def by_count_of_its_class(self: Drawing, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x if self.calls < 1000 else self.mid(x)
+
+
+def by_longest(self: Drawing, x: Tensor) -> Tensor:
+    """No count: it stays what it is."""
+    self.steps = x.shape[1]
+    return x if self.steps < 1000 else self.mid(x)
+
+
+EVERY = by_python, by_numpy, by_own, by_own_of_numpy, by_choice, by_seed
+COUNTS = by_count, by_late_count, by_count_of_its_class, by_longest
+DRAWS = {f.__name__: f for f in (*EVERY, *COUNTS)}
 
 
 class Drawing(nn.Module):
+    calls = 0
+
     def __init__(self, draw: str) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
@@ -325,7 +344,7 @@ NAMES = {
 
 
 @pytest.mark.matrix(quick=1)
-@pytest.mark.parametrize("draw", [d for d in DRAWS if d != "by_count"])
+@pytest.mark.parametrize("draw", [f.__name__ for f in EVERY])
 def test_chance_outside_of_the_graph_is_refused_with_its_line(draw):
     model, batch = Drawing(draw), token_batch(seq=SEQ)
     states = random.getstate(), numpy.random.get_state()[2], torch.get_rng_state()
@@ -338,8 +357,21 @@ def test_chance_outside_of_the_graph_is_refused_with_its_line(draw):
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_a_count_that_is_computed_with_is_refused_by_name():
-    model = Drawing("by_count")
-    with pytest.raises(CaptureError, match=r"changes 'steps' from 0 to 1.*\n  fix"):
+@pytest.mark.parametrize(
+    ("count", "name", "when"),
+    [
+        ("by_count", "steps", "next time"),
+        ("by_late_count", "steps", "when it is "),
+        ("by_count_of_its_class", "calls", "when it is "),
+    ],
+)
+def test_a_count_that_is_computed_with_is_refused_by_name(count, name, when):
+    model, says = Drawing(count), rf"changes '{name}' from 0 to 1.* {when}.*\n  fix"
+    with pytest.raises(CaptureError, match=says):
         capture_model(model, token_batch(seq=SEQ))
-    assert model.steps == 0
+    assert (model.steps, model.calls) == (0, 0)
+    assert "calls" not in vars(model)
+
+
+def test_a_number_that_forward_keeps_is_no_count():
+    capture_model(Drawing("by_longest"), token_batch(seq=SEQ))

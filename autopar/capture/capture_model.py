@@ -21,6 +21,10 @@ from autopar.passes.capture.trace import Traced, run_without_data, trace
 from autopar.passes.errors import CaptureError
 from autopar.progress import tell
 
+# Steps after which a model does what it does later: longer than what it waits for, and
+# a prime, so that what it does every so many steps shows.
+LONG = 1_000_003
+
 
 def capture_model(
     model: nn.Module,
@@ -62,7 +66,7 @@ def capture_model(
             as_found.put_back()
             chance.refuse(run)
             as_found.put_back()
-            refuse_counters(changed, traced, run)
+            refuse_counters(model, as_found, changed, traced, run)
         finally:
             as_found.put_back()
         left = left_over()
@@ -91,18 +95,40 @@ def first_changes(model: nn.Module, before: AsFound) -> Iterator[list[Change]]:
 
 
 def refuse_counters(
-    changed: list[Change], traced: Traced, run: Callable[[], Traced]
+    model: nn.Module,
+    as_found: AsFound,
+    changed: list[Change],
+    traced: Traced,
+    run: Callable[[], Traced],
 ) -> None:
-    """Raises CaptureError where the next forward would compute something else."""
+    """Raises CaptureError where the next forward would compute something else, or one
+    that comes long after it: what waits for a number of steps sees it."""
+    if not changed:
+        return
     for change in changed:
         change.make()
-    if changed and not same(traced, run()):
-        first = changed[0]
-        raise CaptureError(
-            f"forward changes '{first.where}' from {first.before!r} to "
-            f"{first.after!r}, and computes something else with it next time",
-            fix="pass in the batch, as a tensor, what changes from step to step",
-        )
+    with first_changes(model, as_found) as again:
+        later = run()
+    if not same(traced, later):
+        raise computed_with(changed[0], "next time")
+    then = {change.place: change.after for change in again}
+    counts = [c for c in changed if then.get(c.place, c.after) != c.after]
+    as_found.put_back()
+    values = [change.make(LONG) for change in counts]
+    try:
+        is_same = not counts or same(traced, run())
+    except Exception:  # forward never gets there
+        return
+    if not is_same:
+        raise computed_with(counts[0], f"when it is {values[0]!r}")
+
+
+def computed_with(change: Change, when: str) -> CaptureError:
+    return CaptureError(
+        f"forward changes '{change.where}' from {change.before!r} to "
+        f"{change.after!r}, and computes something else with it {when}",
+        fix="pass in the batch, as a tensor, what changes from step to step",
+    )
 
 
 def same(one: Traced, other: Traced) -> bool:

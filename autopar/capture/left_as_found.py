@@ -40,18 +40,29 @@ class Change:
     before: Any
     after: Any
 
-    def make(self) -> None:
-        """Once more."""
-        self.container[self.key] = self.after
+    @property
+    def place(self) -> tuple[int, Any]:
+        return id(self.container), self.key
+
+    def make(self, times: int = 1) -> Any:
+        """Once more, or of a number so many times; returns what it is then."""
+        value = self.after
+        kinds = {type(self.before), type(value)}
+        if times > 1 and kinds <= {int, float}:
+            value = self.before + times * (value - self.before)
+        self.container[self.key] = value
+        return value
 
 
 @dataclass
 class Container:
-    """What was in one container: a dict's entries, a list's or a set's members."""
+    """What was in one container: a dict's entries, a list's or a set's members. owner:
+    the class of the object whose attributes a dict holds, which may have defaults."""
 
     where: str
     container: Any
     members: dict[Any, Any] | list[Any] | set[Any]
+    owner: type | None = None
 
     def changes(self) -> list[Change]:
         if isinstance(self.members, dict):
@@ -61,7 +72,7 @@ class Container:
                     f"{self.where}.{key}".lstrip("."),
                     self.container,
                     key,
-                    self.members.get(key),
+                    self._before(key),
                     now.get(key),
                 )
                 for key in {**self.members, **now}
@@ -72,6 +83,12 @@ class Container:
         same = len(before) == len(after)
         same = same and all(a is b for a, b in zip(before, after, strict=True))
         return [] if same else [Change(self.where, self.container, None, before, after)]
+
+    def _before(self, key: Any) -> Any:
+        assert isinstance(self.members, dict), "others have no keys"
+        if key in self.members or self.owner is None:
+            return self.members.get(key)
+        return getattr(self.owner, key, None)
 
     def put_back(self) -> None:
         if not isinstance(self.members, dict):
@@ -98,6 +115,8 @@ class AsFound:
     tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
     generators: dict[str, Any] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    # By the id of an object's attributes, its class.
+    owners: dict[int, type] = field(default_factory=dict)
     packages: set[str] | None = None  # of whose objects is looked at what they hold
 
     @classmethod
@@ -140,7 +159,8 @@ class AsFound:
             self.cached.append((thing, thing.cache_info().misses))
         elif isinstance(thing, dict):
             entries = dict(dict.items(thing))  # a class of its own may do it otherwise
-            self.containers.append(Container(where, thing, entries))
+            owner = self.owners.get(id(thing))
+            self.containers.append(Container(where, thing, entries, owner))
             for key, value in entries.items():
                 yield f"{where}.{key}".lstrip("."), value
         elif isinstance(thing, (*LISTS, set)):
@@ -162,11 +182,14 @@ class AsFound:
                 yield where, thing.__defaults__
                 yield where, thing.__kwdefaults__
         elif isinstance(thing, nn.Module):
+            self.owners[id(vars(thing))] = type(thing)
             yield where, vars(thing)
             for table in ("_parameters", "_buffers", "_modules"):
                 yield where, vars(thing)[table]  # first, so that names are the model's
         elif not isinstance(thing, (type, ModuleType)) and self._is_near(type(thing)):
-            yield where, getattr(thing, "__dict__", None)
+            held = getattr(thing, "__dict__", None)
+            self.owners[id(held)] = type(thing)
+            yield where, held
 
     def _is_near(self, thing: Any) -> bool:
         """Whether it is looked into a function, or an object of a class."""
