@@ -320,5 +320,13 @@ class HeldState:
         return save_pretrained(self, Path(folder), tokenizer, shard_bytes)
 
     def _agree_on(self, operation: str, optimizer: object) -> None:
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            error = AutoparError(
+                f"the optimizer to {operation} is a {type(optimizer).__name__}",
+                fix="give an optimizer itself; one has groups with other options, and "
+                "of several each is saved in a folder of its own",
+            )
+            self._agree().refuse(operation, error)
+            raise error
         state = "not given" if optimizer is None else "given"
         self._agree()(operation, {("argument", "optimizer"): state})

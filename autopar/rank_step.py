@@ -24,7 +24,11 @@ from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.mesh import PIPELINE
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
-from autopar.runtime.agreement.validate import checked_batch, checked_outputs
+from autopar.runtime.agreement.validate import (
+    check_wants_none,
+    checked_batch,
+    checked_outputs,
+)
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
@@ -207,6 +211,8 @@ class RankStep(HeldState):
                     "a step computes gradients, and is called under torch.no_grad()",
                     fix="call step.evaluate(**batch), which computes the loss alone",
                 )
+            if operation == "step":
+                check_wants_none(batch)
             self._check_values(self.executor.steps)
             like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,6 +337,25 @@ def test_on_one_rank_all_is_as_torch_has_it() -> None:
     norm = nn.utils.clip_grad_norm_(step.parameters(), 0.1)
     assert norm > 0.1
     torch.optim.Adafactor(step.parameters()).step()
+
+
+def test_a_batch_that_wants_gradients_is_refused_by_a_step_alone() -> None:
+    """What computes it, as an encoder outside of the model, would not be trained."""
+    outside, model = nn.Linear(6, 6), Read()
+    step = autopar.compile(model, "", example_inputs={"x": torch.ones(4, 6)})
+    x = outside(torch.randn(4, 6))
+    with pytest.raises(AutoparError, match=r"'x' of the batch wants .*\n  fix  put wh"):
+        step(x=x)
+    step(x=x.detach())
+    step.evaluate(x=x)
+
+
+@pytest.mark.parametrize("several", [list, dict])
+def test_what_is_no_optimizer_is_not_saved(several: type, tmp_path: Path) -> None:
+    step = autopar.compile(Read(), "", example_inputs={"x": torch.ones(4, 6)})
+    for operation in (step.save, step.load):
+        with pytest.raises(AutoparError, match=rf"is a {several.__name__}\n  fix"):
+            operation(tmp_path, several())
 
 
 class Read(nn.Module):

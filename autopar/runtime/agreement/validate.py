@@ -155,6 +155,18 @@ def fixed_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {k: deepcopy(v) if isinstance(v, copied) else v for k, v in fixed.items()}
 
 
+def check_wants_none(batch: Mapping[str, Any]) -> None:
+    """Raises BatchError for a field that wants a gradient, which would get none."""
+    for name, x in batch.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise BatchError(
+                f"'{name}' of the batch wants a gradient, and a step computes those of "
+                "the model's parameters alone",
+                fix="put what computes it into the model, as a module; or, where it is "
+                f"not trained, pass {name}.detach()",
+            )
+
+
 def checked_batch(
     program: Program, fixed: Mapping[str, Any], batch: Mapping[str, Any]
 ) -> dict[str, Tensor]:
