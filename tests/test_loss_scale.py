@@ -75,6 +75,27 @@ def test_an_overflow_on_one_stage_is_one_on_all():
 
 
 @pytest.mark.slow
+def test_what_an_overflow_takes_with_it_is_told(caplog):
+    case = steep(2.0**6)
+    program = case.compile("dp=1", 1, precision="fp16")
+
+    def body(comm: Comm) -> list[int]:
+        executor = on_rank(program, comm, case.model)
+        told = []
+        for zeroed in (True, False):
+            executor.loss_scale = LossScale(scale=1.0)
+            executor.step(case.batch)
+            if zeroed:
+                for p in executor.parameters.values():
+                    p.grad = None
+            executor.loss_scale = LossScale()
+            executor.step(case.batch)
+            told.append(caplog.text.count("gradients overflowed that were to be added"))
+        return told
+
+    assert run_virtual(program.mesh, 1, body) == [[0, 1]]
+
+
 def test_verify_looks_for_a_scale_that_does_not_overflow():
     found = steep(2.0**6).verify("pp=2,dp=2", 2, precision="fp16")
     assert found.tolerance < 0.005

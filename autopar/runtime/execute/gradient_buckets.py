@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from autopar.passes.program import Program
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.work import Work
 
+LOG = logging.getLogger("autopar")
 # Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
 BUCKET = 25 << 20
 
@@ -191,7 +193,16 @@ class Gradients:
         self._before.clear()
 
     def hand_over(self, overflowed: bool = False) -> None:
-        """Put them into the parameters' `.grad`; None there if they overflowed."""
+        """Put them into the parameters' `.grad`; None there if they overflowed, which
+        is told where others of the same update are lost with them."""
+        held = any(old is not None for old in self._before.values())
+        if overflowed and held and self.comm.rank == 0:
+            LOG.warning(
+                "gradients overflowed that were to be added to others: those are gone "
+                "too, and what is added until zero_grad() is a part of an update; "
+                "compile with microbatches=..., and pass all at once, or leave the "
+                "update out where step.skipped has grown"
+            )
         for i, old in self._before.items():
             if old is not None:
                 self.buckets[i].flat.add_(old)
