@@ -72,6 +72,16 @@ def of_samples(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def of_a_view(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """A mask of rows chooses what is computed, as samples and places where it goes."""
+    y = torch.zeros_like(x).unflatten(0, (4, -1))
+    for e, expert in enumerate(m.experts):
+        flat, share = (chosen == e).any(-1), (weight * (chosen == e)).sum(-1)
+        mask = flat.unflatten(0, (4, -1))
+        y[mask] = expert(x[flat]) * share[flat][:, None] + y[mask]
+    return y.flatten(0, 1)
+
+
 def scattered(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):

@@ -42,6 +42,7 @@ from models_of_rows import (
     more,
     moved,
     never_chosen,
+    of_a_view,
     of_each,
     of_length,
     of_one_mask,
@@ -71,6 +72,10 @@ def test_experts_in_all_words_are_proved() -> None:
     program = case(of_all, *ADDS).proved("dp=2,tp=2")
     assert "models_of_rows.py" in program.remarks[0]
     assert program.parameters["layers.0.experts.0.1.weight"].pattern == "ffn/tp embed"
+
+
+def test_a_mask_and_a_view_of_it_choose_the_same_rows() -> None:
+    case(of_all, of_a_view).verify("dp=2", 1)
 
 
 def test_of_one_row_several_may_be_chosen() -> None:

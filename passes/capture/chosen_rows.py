@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..capture.decompose_composites import broadcast_tensors, expand_as
-from ..capture.distinct import one_at_most
+from ..capture.distinct import dim_after, one_at_most
 from ..capture.reduce_rows import REDUCTIONS, reduced
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.rows import Rows, along
@@ -26,7 +26,7 @@ from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short
 from ..ops.arguments import arguments
 from ..ops.finite import keeps_finite, not_finite
-from ..ops.op import is_view, shows_all
+from ..ops.op import is_view, op_of, shows_all
 from ..ops.rules import is_pointwise
 
 CHOOSES = "aten.where.default"
@@ -111,7 +111,10 @@ class Keeper:
 
     def name_of(self, mask: Value) -> str:
         """What stands for a mask: for `mask.any(-1)` the mask, if of its last dim one
-        is chosen at most, as both choose the same rows, in one order."""
+        is chosen at most, and for a view of a mask that mask, as both choose the same
+        rows, in one order."""
+        if (x := self.seen_from(mask)) is not None:
+            return self.name_of(x)
         node = self.rewriter.producer(mask, "aten.any")
         if node is not None and isinstance(dim := node.arg("dim"), int):
             (x,), last = node.operands, len(node.operands[0].shape) - 1
@@ -119,6 +122,18 @@ class Keeper:
             if len(mask.shape) == last == slot == dim % (last + 1):
                 return self.first_name(x)
         return self.first_name(mask)
+
+    def seen_from(self, mask: Value) -> Value | None:
+        """The mask that this is a view of, if rows of it are rows of that."""
+        made = self.rewriter.made
+        node = made.get(mask.name)
+        if node is None or op_of(node).view != "shape":
+            return None
+        x, slot = node.operands[0], slot_of(mask, made)
+        before = slot_of(x, made)
+        if before is not None:
+            before = dim_after(x.shape, mask.shape, before)
+        return x if x.dtype == mask.dtype and before == slot else None
 
     def of(self, v: Any) -> Rows | None:
         return self.rows.get(v.name) if isinstance(v, Value) else None
@@ -285,10 +300,13 @@ class Keeper:
     def index_put(self, node: Node, rows: Rows) -> Value | None:
         """`y[rows] = values`, or with `+=`, where values may be of all rows alike."""
         y, indices, values, accumulate = arguments(node).values()
-        lead = rows.extents
+        tensors = [i for i in indices if i is not None]
+        by_mask = [self.name_of(i) for i in tensors] == [rows.mask]
+        # Rows may be those of a mask that is seen in another shape.
+        shape = tensors[0].shape if by_mask else rows.extents
+        lead = shape if math.prod(shape) == rows.count else rows.extents
         if self.of(y) or y.shape[: len(lead)] != lead:
             return None
-        by_mask = [self.name_of(i) for i in indices if i is not None] == [rows.mask]
         if not (by_mask or self.counts(indices, lead)):
             return None
         if any(len(i.shape) != 1 for i in indices) and not by_mask:
