@@ -23,7 +23,12 @@ from ..capture.grouped_queries import repeat_interleave
 from ..capture.hoist_splits import hoist_splits
 from ..capture.loss import LOSS_RULES
 from ..capture.normalize_attention import attention, emit_dropout
-from ..capture.recognize_experts import choice, grouped_product, looked_up_product
+from ..capture.recognize_experts import (
+    choice,
+    grouped_product,
+    looked_up_einsum,
+    looked_up_product,
+)
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.split_products import split_products
 from ..capture.trace import Traced
@@ -311,7 +316,8 @@ CLEAN: dict[str, Rule] = {
 MEANING: dict[str, Rule] = {
     "aten.reshape": collapse,
     "aten.add": add_number,
-    "aten.bmm": looked_up_product,
+    **dict.fromkeys(("aten.bmm", "aten.matmul"), looked_up_product),
+    "aten.einsum": looked_up_einsum,
     "aten._grouped_mm": grouped_product,
     "transformers.grouped_mm_fallback": grouped_product,
     "aten.topk": choice,

@@ -8,6 +8,10 @@ op it takes none: tokens of one expert are brought together
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from ..capture.rewrite import Rewriter
@@ -16,15 +20,52 @@ from ..ops.arguments import arguments
 
 
 def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
-    """bmm(w[expert], x[..., None]) or bmm(x[:, None], w[expert]) -> expert_linear."""
+    """w[expert] @ x[..., None] or x[..., None, :] @ w[expert], of as many matrices as
+    `expert` has elements -> expert_linear. Of bmm and matmul."""
+    if len(node.operands) != 2 or any(len(v.shape) < 3 for v in node.operands):
+        return None
     left, right = node.operands
-    if right.shape[2] == 1 and (lookup := _looked_up(rewriter, left)):
-        weight, expert = lookup
-        return _emit(rewriter, node, right, expert, weight)
-    if left.shape[1] == 1 and (lookup := _looked_up(rewriter, right)):
-        weight, expert = lookup
-        turned = rewriter.emit("aten.transpose.int", weight, 1, 2)
-        return _emit(rewriter, node, left, expert, turned)
+    if right.shape[-1] == 1 and (lookup := _looked_up(rewriter, left)):
+        x, side = rewriter.reshape(right, right.shape[:-1]), 1
+    elif left.shape[-2] == 1 and (lookup := _looked_up(rewriter, right)):
+        x, side = rewriter.reshape(left, (*left.shape[:-2], left.shape[-1])), 0
+    else:
+        return None
+    lead = lookup.expert.shape
+    if len(x.shape) > len(lead) + 1 or node.out.shape[:-2] != lead:
+        return None
+    return rewriter.reshape(lookup.times(rewriter, x, side), node.out.shape)
+
+
+def looked_up_einsum(rewriter: Rewriter, node: Node) -> Value | None:
+    """einsum("tk,tenk->ten", x, w[expert]) -> expert_linear, with any letters in any
+    order, if each row of x meets one matrix of its own for each expert that it chose.
+
+    gpt-fast, mixtral-moe/model.py, and OpenAI's gpt_oss/torch/model.py write it so.
+    """
+    text = node.arg("equation").replace(" ", "")
+    inputs, arrow, out = text.partition("->")
+    if not arrow or "." in text or len(node.operands) != 2:
+        return None
+    pairs = list(zip(inputs.split(","), node.operands, strict=True))
+    for (of_x, x), (of_w, w) in (pairs, pairs[::-1]):
+        if (lookup := _looked_up(rewriter, w)) is None:
+            continue
+        lead = of_w[:-2]
+        summed = [c for c in of_w[-2:] if c in of_x and c not in out]
+        free = [c for c in of_w[-2:] if c in out and c not in of_x]
+        if len(summed) != 1 or len(free) != 1 or set(out) != {*lead, *free}:
+            continue
+        # All letters once, and x without any that w has not.
+        once = all(len(set(letters)) == len(letters) for letters in (of_x, of_w, out))
+        if not once or not set(of_x) <= {*lead, *summed}:
+            continue
+        order = [c for c in (*lead, *summed) if c in of_x]
+        x = _turned(rewriter, x, of_x, order)
+        extents = dict(zip(order, x.shape, strict=True))
+        x = rewriter.reshape(x, [extents.get(c, 1) for c in (*lead, *summed)])
+        y = lookup.times(rewriter, x, of_w[-2:].index(summed[0]))
+        return _turned(rewriter, y, [*lead, *free], out)
     return None
 
 
@@ -38,8 +79,7 @@ def grouped_product(rewriter: Rewriter, node: Node) -> Value | None:
         return None
     rows = rewriter.emit("aten.arange.default", x.shape[0], dtype=ends.dtype)
     expert = rewriter.emit("aten.searchsorted.Tensor", ends, rows, right=True)
-    turned = rewriter.emit("aten.transpose.int", weight, 1, 2)
-    return _emit(rewriter, node, x, expert, turned)
+    return Lookup(weight, expert).times(rewriter, x, side=0)
 
 
 def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
@@ -53,21 +93,48 @@ def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
     return scores, chosen
 
 
-def _emit(
-    rewriter: Rewriter, node: Node, rows: Value, expert: Value, weight: Value
-) -> Value:
-    """rows: [tokens, k] with a dim of 1 somewhere. weight: [experts, n, k]."""
-    rows = rewriter.reshape(rows, (rows.shape[0], weight.shape[2]))
-    y = rewriter.emit("autopar.expert_linear", rows, expert, weight)
-    return rewriter.reshape(y, node.out.shape)
+@dataclass(frozen=True)
+class Lookup:
+    """weight[expert], of weight [experts, n, k] and int64 expert [...]."""
+
+    weight: Value
+    expert: Value
+
+    def times(self, rewriter: Rewriter, x: Value, side: int) -> Value:
+        """x [..., k], whose dims before k broadcast to those of `expert`, times the
+        matrix of each -> [..., n]. side: 1 if the last dim of a matrix is summed over,
+        0 if it is the one before."""
+        lead, (_, *sides) = self.expert.shape, self.weight.shape
+        rows = rewriter.expand(x, (*lead, sides[side]))
+        rows = rewriter.reshape(rows, (math.prod(lead), sides[side]))
+        expert = rewriter.reshape(self.expert, (math.prod(lead),))
+        weight = self.weight
+        if not side:
+            weight = rewriter.emit("aten.transpose.int", weight, 1, 2)
+        y = rewriter.emit("autopar.expert_linear", rows, expert, weight)
+        return rewriter.reshape(y, (*lead, sides[1 - side]))
 
 
-def _looked_up(rewriter: Rewriter, x: Value) -> tuple[Value, Value] | None:
-    """(weight, expert) of weight[expert]: [experts, n, k] and int64 [tokens]."""
-    node = rewriter.producer(x, "aten.index")
+def _looked_up(rewriter: Rewriter, x: Value) -> Lookup | None:
+    """What x is, or is a view of with as many matrices."""
+    view = rewriter.producer(x, "aten.reshape")
+    looked_up = view.operands[0] if view is not None else x
+    node = rewriter.producer(looked_up, "aten.index")
     if node is None or len(node.arg("indices")) != 1:
         return None
     weight, (expert,) = node.named("self indices")
-    if len(weight.shape) == 3 and expert.dtype == torch.int64:
-        return (weight, expert) if len(expert.shape) == 1 else None
-    return None
+    if len(weight.shape) != 3 or expert is None or expert.dtype != torch.int64:
+        return None
+    if x.shape[-2:] != weight.shape[1:] or len(x.shape) < 3:
+        return None
+    return Lookup(weight, rewriter.reshape(expert, x.shape[:-2]))
+
+
+def _turned(
+    rewriter: Rewriter, x: Value, letters: Sequence[str], order: Sequence[str]
+) -> Value:
+    """x with its dims, which have these letters, in this order of them."""
+    dims = tuple(letters.index(c) for c in order)
+    if dims == tuple(range(len(dims))):
+        return x
+    return rewriter.emit("aten.permute.default", x, dims)
