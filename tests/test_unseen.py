@@ -154,6 +154,29 @@ class Without(torch.autograd.Function):
         return 2 * dy
 
 
+class Scan(torch.autograd.Function):
+    """h[:, t] = a[:, t] h[:, t - 1] + x[:, t], in place of what it has read."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, x: Tensor) -> Tensor:
+        product, h, step = a.clone(), x.clone(), 1
+        while step < h.shape[1]:
+            h[:, step:] += product[:, step:] * h[:, :-step]
+            product[:, step:] *= product[:, :-step].clone()
+            step *= 2
+        ctx.save_for_backward(a, h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        (a, h), dh = ctx.saved_tensors, dy.clone()
+        for t in range(h.shape[1] - 1, 0, -1):
+            dh[:, t - 1] += a[:, t] * dh[:, t]
+        da = torch.zeros_like(a)
+        da[:, 1:] = dh[:, 1:] * h[:, :-1]
+        return da, dh
+
+
 def hooked(x: Tensor) -> Tensor:
     y = x.tanh()
     y.register_hook(lambda dy: 2 * dy)
@@ -181,6 +204,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "square": Square.apply,
     "gated": lambda x: Gated.apply(x, x.flip(-1), 0.5)[0],
     "in place": Doubled.apply,
+    "written over": lambda x: Scan.apply(x.sigmoid(), x),
     "of positives": lambda x: Logarithm.apply(x.exp()),
     "straight through": lambda x: Mapped.apply(x, torch.round, lambda dy: dy),
     "reversed": lambda x: Mapped.apply(x, lambda x: x.view_as(x), torch.neg),

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.func import functionalize
+from torch.overrides import TorchFunctionMode
 
 from ..capture.function_calls import Apply, has_setup, through_checkpoints
 from ..capture.unseen import derivatives_allowed
@@ -213,7 +216,7 @@ def _has_another(call: Call) -> bool:
     name, error = f"the backward of '{call.function.__qualname__}'", None
     for short in (True, False):
         try:
-            if _is_derivative(call, partial(_forward, call.function), short):
+            if _derives_forward(call, short):
                 return False
         except Exception as problem:  # whatever a user's code raises
             error = problem
@@ -236,6 +239,57 @@ def _has_another(call: Call) -> bool:
         source=call.source,
         fix=SAME_GRADIENT,
     ) from error
+
+
+def _derives_forward(call: Call, short: bool) -> bool:
+    """Whether the backward is the derivative of forward's operations."""
+    try:
+        return _is_derivative(call, partial(_forward, call.function), short)
+    except RuntimeError:  # as of values that were written over
+        return _is_derivative(call, _without_writes(call.function), short)
+
+
+def _without_writes(cls: Apply) -> Callable[..., Any]:
+    """A Function's forward as operations that autograd derives: a scan that writes over
+    what it has read is one of new tensors, as it is in a program."""
+
+    def run(*args: Any) -> Any:
+        places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+        def on_tensors(*tensors: Tensor) -> Any:
+            filled = dict(zip(places, tensors, strict=True))
+            return _forward(cls, *(filled.get(i, a) for i, a in enumerate(args)))
+
+        with _Copied():
+            return functionalize(on_tensors)(*(args[i] for i in places))
+
+    return run
+
+
+class _Copied(TorchFunctionMode):
+    """Writes what is copied as 0 and that added: autograd derives no other copy into
+    what `functionalize` gives."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__setitem__ and _is_view(args[1]):
+            _overwrite(args[0][args[1]], args[2])
+            return None
+        if func is Tensor.copy_:
+            return _overwrite(*args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    kinds = (int, slice, EllipsisType, type(None))
+    return all(isinstance(p, kinds) and not isinstance(p, bool) for p in parts)
+
+
+def _overwrite(x: Tensor, value: Any) -> Tensor:
+    value = value.clone() if isinstance(value, Tensor) else value  # it may be of x
+    return x.fill_(0).add_(value)
 
 
 def _is_derivative(call: Call, run: Callable[..., Any], short: bool) -> bool:
