@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from cases import Case
-from models import token_batch
+from models import cut_gpt, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.program import Program
@@ -46,6 +47,15 @@ def test_without_sequence_parallelism_nothing_of_it_is_split() -> None:
     assert note.endswith(
         "with 2 heads on 4 ranks: its ranks all compute the same; tp=2 would split them"
     )
+
+
+def test_of_a_weight_that_is_cut_the_pieces_are_named() -> None:
+    """Its queries are split; whole are the key and the value that all heads read."""
+    (note,) = cut_gpt().compile("tp=2").remarks
+    places, _, rest = note.partition(" along ")
+    assert rest == "'seq' only: its ranks all hold the weights"
+    pieces = re.findall(r"blocks\.\*\.attention\.qkv(\S*) \(", places)
+    assert pieces == ["[32:40]", "[40:48]"]
 
 
 def test_an_axis_that_splits_nothing() -> None:

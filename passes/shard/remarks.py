@@ -21,6 +21,7 @@ from ..shard.parameter_sharding import find_casts
 from ..shard.propagate import Sharded
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in `h.3.attn`
+PIECE = re.compile(r"\[\d+:\d+\]")  # of a weight that is cut, in `qkv[32:40].weight`
 TOKENS = ("batch", "seq")  # dims of the data, which no weight has
 SHOWN = 3  # places that a note names
 
@@ -156,10 +157,13 @@ def _reads_whole_weight(sharded: Sharded, node: Node, op_sharding: Factor) -> bo
 
 
 def _places(nodes: Iterable[Node]) -> str:
-    """`h.*.attn (gpt.py:35)`: the modules, equal layers as one, and the first line."""
+    """`h.*.attn (gpt.py:35)`: the modules, or the pieces of one that are cut from its
+    weight, equal layers as one, and the first line."""
     places: dict[str, str] = {}
     for node in nodes:
         module = NUMBER.sub("*", node.location.module) or "products of the model itself"
+        cuts = (PIECE.search(v.name) for v in node.operands)
+        module += next((cut.group() for cut in cuts if cut), "")
         places.setdefault(module, node.location.source)
     texts = [f"{m} ({source})" if source else m for m, source in places.items()]
     more = len(texts) - SHOWN
