@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -79,6 +80,17 @@ class ShortModel:
     def has_attention_scores(self) -> bool:
         """Whether there is anything that selective recomputation leaves out."""
         return bool(squares(self.named.graph.nodes, self.named.dims))
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that one sample has."""
+        lengths = [
+            prod(dim.size for dim in factors)
+            for dims in self.named.dims.values()
+            for factors in dims
+            if factors and factors[0].name == "seq"
+        ]
+        return max(lengths, default=1)
 
     def extents(self, *names: str) -> tuple[int, ...]:
         """Sizes of the dims of these names."""
@@ -269,13 +281,13 @@ def _context_sizes(
     """Sizes of cp: 1, but where sequences are long, or samples fewer than devices.
     Beyond a node a rank has as many tokens as are long by themselves: what its
     attention computes then takes longer than what moves."""
-    longest = max(of.extents("seq"), default=1)
-    if longest < LONG and global_batch >= cluster.devices:
+    if of.positions < LONG and global_batch >= cluster.devices:
         return (1,)
-    most = max(node, longest // LONG)
-    # In zigzag each rank has two pieces.
-    powers = [2**i for i in range(most.bit_length()) if longest % 2 ** (i + 1) == 0]
-    return tuple(n for n in powers if n <= most and cluster.devices % n == 0)
+    most = max(node, of.positions // LONG)
+    # In zigzag each rank has two pieces, of whole chunks where a model makes some.
+    chunks = max(of.extents("seq"), default=1)
+    powers = [2**i for i in range(1, most.bit_length()) if chunks % 2 ** (i + 1) == 0]
+    return (1, *(n for n in powers if n <= most and cluster.devices % n == 0))
 
 
 def plan_of(candidate: Candidate, of: ShortModel) -> Plan:
