@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case
-from models import WIDTH, Stack, gpt2, llama, plain_gpt, token_batch
+from models import (
+    WIDTH,
+    Block,
+    Stack,
+    gpt2,
+    llama,
+    plain_gpt,
+    randomize,
+    token_batch,
+)
 from torch import Tensor, nn
 
 from autopar.passes.mesh import usual_split
@@ -54,6 +63,36 @@ def test_rows_of_which_only_a_weight_s_gradient_is_made() -> None:
     for name, p in case.model.named_parameters():
         p.requires_grad_(name.endswith("qkv.weight"))
     case.verify("cp=2", zigzag=("cp",))
+
+
+class Chunked(Block):
+    """Linear attention by chunks of 4 positions, as of Mamba-2 and gated delta rules:
+    within a chunk by its scores, and by a sum over all chunks before."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(2, (-1, 4)) for y in self.heads(x))
+        states = k.mT @ v
+        before = states.cumsum(2) - states
+        return self.join((q @ before + (q @ k.mT).tril() @ v).flatten(2, 3))
+
+
+def chunked(seq: int) -> Case:
+    case = Case(randomize(Stack(Chunked, 2)), token_batch(seq=seq), next_token)
+    return case.double()
+
+
+@pytest.mark.parametrize("seq", [16, 12])
+def test_positions_that_a_model_takes_apart_are_split_by_whole_chunks(seq) -> None:
+    case = chunked(seq)
+    case.verify("cp=2,tp=2", 2, zigzag=("cp",))
+    assert case.compile("cp=2").remarks == ()
+
+
+def test_fewer_chunks_than_ranks_are_said() -> None:
+    assert chunked(8).compile("cp=4").remarks == (
+        "cp splits no matrix product, with 2 seq on 4 ranks: its ranks all compute the "
+        "same; cp=2 would split them",
+    )
 
 
 @pytest.mark.slow

@@ -58,6 +58,14 @@ class _Names:
         for atom, name in zip(own, names, strict=False):
             self.names.setdefault(atom, name)
 
+    def outermost(self, value: Value, dim: int, name: str) -> None:
+        """Name the factors of a tensor dim that a model takes apart, as samples into
+        pairs and positions into chunks: what can be shared out is the outermost one, of
+        whole pairs or chunks, and has the name of the dim."""
+        if dim < len(value.shape):
+            count = len(self.atoms.leaves(self.tensors[value.name][dim]))
+            self.give(value, dim, name, *(f"{name}{i}" for i in range(1, count)))
+
     def run(self) -> _Names:
         self.inputs()
         by_op: dict[str, list[Node]] = {}
@@ -107,13 +115,10 @@ class _Names:
             return values[0].shape[0] > 1, len(values), max(ranks, default=0)
 
         for v in max(firsts.values(), key=likely, default=[]):
-            # Pairs of samples are taken apart in the model: what can be shared out is
-            # the outermost factor, of pairs.
-            count = len(self.atoms.leaves(self.tensors[v.name][0]))
-            self.give(v, 0, "batch", *(f"batch{i}" for i in range(1, count)))
+            self.outermost(v, 0, "batch")
         for v in self.graph.inputs:
             if not v.dtype.is_floating_point:
-                self.give(v, 1, "seq")
+                self.outermost(v, 1, "seq")
 
     def attention(self, node: Node) -> None:
         q, k, v = node.operands[:3]

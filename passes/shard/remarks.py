@@ -79,7 +79,10 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
         ):
             by_token.setdefault(op_sharding.dim.name, []).append(node)
     if count == len(whole):
-        return [f"{axis} splits no matrix product: its ranks all compute the same"]
+        why, fix = _too_small(sharded, axis, whole)
+        return [
+            f"{axis} splits no matrix product{why}: its ranks all compute the same{fix}"
+        ]
     remarks = []
     if whole:
         places = _places(whole)
