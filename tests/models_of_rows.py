@@ -55,6 +55,24 @@ def one_hot(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def listed(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    masks = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    for e, expert in enumerate(m.experts):
+        place, row = torch.where(masks[e])
+        if row.shape[0] == 0:
+            continue
+        rows, places = row.tolist(), place.tolist()
+        mine = expert(x[None, rows].reshape(-1, WIDTH)) * weight[rows, places, None]
+        y.index_add_(0, row, mine)
+    return y
+
+
+def counted_list(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    rows = torch.where(chosen[:, 0] == 1)[0].tolist()
+    return x * sum(rows)
+
+
 def copies(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     x, flat = x.repeat_interleave(CHOSEN, 0), chosen.flatten()
     y = torch.empty_like(x)

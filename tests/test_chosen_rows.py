@@ -26,6 +26,7 @@ from models_of_rows import (
     by_masks,
     case,
     copies,
+    counted_list,
     different,
     else_nothing,
     guarded,
@@ -39,6 +40,7 @@ from models_of_rows import (
     if_positive,
     in_place,
     in_words,
+    listed,
     more,
     moved,
     never_chosen,
@@ -76,6 +78,10 @@ def test_experts_in_all_words_are_proved() -> None:
 
 def test_a_mask_and_a_view_of_it_choose_the_same_rows() -> None:
     case(of_all, of_a_view).verify("dp=2", 1)
+
+
+def test_rows_may_be_looked_up_by_lists_of_them() -> None:
+    case(of_all, listed).verify("dp=2", 1)
 
 
 def test_of_one_row_several_may_be_chosen() -> None:
@@ -142,7 +148,7 @@ def test_counts_are_as_many_as_torch_gives() -> None:
 
 @pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize(
-    "add", [different, of_each, moved, split, weighed, of_two, of_length]
+    "add", [different, of_each, moved, split, weighed, of_two, of_length, counted_list]
 )
 def test_what_else_depends_on_how_many_were_chosen_is_refused(add: Any) -> None:
     one = case(of_all, add)

@@ -13,6 +13,7 @@ from ..capture.call_model import call_model
 from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
+from ..capture.listed_rows import rows_listed
 from ..capture.unseen import Unseen
 from ..capture.values_read import capture_failed, reads_values
 from ..errors import CaptureError
@@ -54,7 +55,12 @@ class LossModule(nn.Module):
         before = dict(self.model.named_buffers())
         self.unseen.known.begin(before)
         self.unseen.guards.asked.clear()
-        with self.unseen, self.functions.reading(), flex_as_attention():
+        with (
+            self.unseen,
+            rows_listed(),
+            self.functions.reading(),
+            flex_as_attention(),
+        ):
             fields = {**batch, **self.static}
             try:
                 returned = call_model(self.model, fields, self.loss_fn, self.by_name)

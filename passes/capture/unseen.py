@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..capture.guards import Guards
 from ..capture.known_values import KnownValues
+from ..capture.listed_rows import with_rows
 from ..capture.outside import note_outside
 from ..capture.user_frames import at_work
 from ..capture.values_read import Read, read_by, tried_by
@@ -112,6 +113,7 @@ class Unseen(TorchFunctionMode):
                 fix="write the derivative out by tensor operations, or leave what "
                 "needs it out of the loss",
             )
+        args = with_rows(func, args)
         answer = self.known.read(func, args[0] if args else None)
         if answer is None:
             answer = self.guards.instead(func, args, kwargs or {})
