@@ -129,6 +129,10 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "branch": (branch, rf"{NUMBERS}if"),
     "lengths": (lengths, rf"{NUMBERS}\.item|{ROWS}x"),
     "ones": (lambda m, x, ids: x * torch.ones(ids.max().item()).sum(), NUMBERS),
+    "classes": (
+        lambda m, x, ids: x + F.one_hot(ids).sum(-1, keepdim=True),
+        r"how many classes one_hot has(?s:.*)by a number of Python",
+    ),
     "mask": (lambda m, x, ids: x + x[ids > 3].std(), rf"{CHOSEN}'std'"),
     "two masks": (lambda m, x, ids: x + (x[ids > 3] + x[ids < 4]).sum(), CHOSEN),
     "experts": (used_anywhere, rf"{ROWS}\.unique(?s:.*)go over all experts"),
@@ -165,6 +169,9 @@ def masked(m: Any, x: Tensor, ids: Tensor) -> Tensor:
 
 # As the fixes say it.
 FIXED: dict[str, Callable[..., Tensor]] = {
+    "classes": lambda m, x, ids: (
+        x + m.head.weight[0, :6] @ F.one_hot(ids.clamp(max=6), 7)[..., :6, None].to(x)
+    ),
     "no rows": unless_none,
     "of buffers": lambda m, x, ids: x if m.count[:2].sum() else x * (1 + m.count[0]),
     "item": lambda m, x, ids: x * ids[:, :1, None],

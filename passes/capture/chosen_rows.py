@@ -77,7 +77,7 @@ def find_loops(graph: Graph) -> tuple[str, ...]:
     return (
         f"each turn of the loop at {', '.join(lines[:3])} computes all rows, of which "
         "those that it does not choose count for nothing; where the weights of experts "
-        "are one parameter, w[chosen] in torch.bmm computes the chosen alone",
+        "are one parameter, w[chosen] in bmm or einsum computes the chosen alone",
     )
 
 

@@ -55,6 +55,11 @@ NO_NUMBER = (
     "Python's own numbers, which may only be compared with 0"
 )
 
+CLASSES = (
+    "say how many there are, by a number of Python: F.one_hot(x, n), or, if some of x "
+    "are n or more, whose rows are to be 0, F.one_hot(x.clamp(max=n), n + 1)[..., :n]"
+)
+
 OF_EXPERTS = (
     "go over all experts, and do not ask which or how many rows chose one, as no rows "
     "add nothing: for e in range(experts): rows, place = torch.where(chosen == e); "
@@ -94,6 +99,13 @@ class Read:
     experts: bool = False
 
     def error(self, source: str = "") -> CaptureError:
+        if self.name == "one_hot":
+            return CaptureError(
+                "how many classes one_hot has depends on the values of tensors, but "
+                "the shapes of a program are fixed",
+                source=source or self.source,
+                fix=CLASSES,
+            )
         spoken = SPOKEN.get(self.name, f".{self.name}()")
         at = "" if source in ("", self.source) else f" ({self.source})"
         if self.rows:
