@@ -13,7 +13,7 @@ from autopar.passes.cost import flops
 from autopar.passes.graph import Location, Node, Value
 from autopar.passes.price.attention import FORWARD_TFLOPS, LENGTHS, attention_share
 from autopar.passes.price.cluster import ClusterError
-from autopar.passes.price.price import node_seconds
+from autopar.passes.price.price import compute_part
 
 HEADS, TOKENS = 16, 16384  # of the published figures
 
@@ -33,7 +33,7 @@ def test_an_h100_takes_what_is_published(width: int, causal: bool) -> None:
         node = attention(length, width, causal)
         device = replace(DEVICES["H100"], launch=0.0, bytes_per_second=1e18)
         work = flops(node) / (2 if causal else 1)
-        assert node_seconds(node, device) == pytest.approx(
+        assert compute_part([node], device).seconds == pytest.approx(
             work / speed / 1e12, rel=1e-3
         )
 

@@ -30,7 +30,7 @@ from autopar.passes.price.measured import (
     between,
     fit_line,
 )
-from autopar.passes.price.price import node_seconds, price
+from autopar.passes.price.price import compute_part, price
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.search import run_on_paper
 from autopar.passes.stage.differentiate import differentiate
@@ -115,7 +115,7 @@ def test_measured_ops_have_their_own_seconds_and_others_those_of_the_table() -> 
     assert found.backward.seconds == approx(table.backward.seconds)
     assert found.forward.flops == table.forward.flops
     assert found.update == approx(0.5 * 64 * 64 * 4 / 64)
-    assert node_seconds(linear(16), device) == 0.25
+    assert compute_part([linear(16)], device).seconds == 0.25
 
 
 def test_links_go_by_measured_groups() -> None:

@@ -6,6 +6,7 @@ on all of its nodes, once they are known: see `passes.price.stage_seconds`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,13 +16,39 @@ from ..dims.probe import REFUSALS
 from ..errors import CaptureError
 from ..graph import Node
 from ..ops.op import is_view
+from ..price.account import Account, PartCost
 from ..price.cluster import Cluster, Device
-from ..price.price import compute, node_seconds
+from ..price.price import compute, compute_part
 from ..price.stage_seconds import neighbour, part_seconds
 from ..shard.collectives import axes_of
 from ..shard.insert_collectives import Lowered
 from ..stage.differentiate import differentiate
 from ..stage.one_op import one_op
+
+
+def op_parts(
+    node: Node,
+    flows: Collection[str],
+    device: Device,
+    trained: bool,
+    sizes: Mapping[str, int],
+) -> Mapping[str, PartCost]:
+    """What an op and its derivative take, each by itself, by the part of a microbatch.
+
+    node: in the shapes of a rank. flows: names of values that a gradient flows through;
+    trained: whether one flows through the op. sizes: of the mesh's axes.
+    """
+    if is_view(node):
+        return Account().microbatch
+    first = dict.fromkeys(sizes, 0)
+    try:
+        local = differentiate(one_op(node, flows), sizes, first, halves=True)
+    except (*REFUSALS, CaptureError):  # it has no derivative by itself
+        once = compute_part([node], device)
+        backward = once * (BACKWARD_WORK * trained)
+        late = backward * (0.5 * bool(weights_of(node)))
+        return Account(once, backward - late, late).microbatch
+    return compute(local, device).microbatch
 
 
 @dataclass(frozen=True)
@@ -50,19 +77,9 @@ class OpCosts:
         return self._known[key]
 
     def _seconds(self, node: Node, trained: bool) -> Seconds:
-        if is_view(node):
-            return Seconds(0.0, 0.0, 0.0)
         plan = self.lowered.plan
         sizes = {axis: plan.size(axis) for axis in plan.axes}
-        first = dict.fromkeys(sizes, 0)
-        try:
-            local = differentiate(one_op(node, self.flows), sizes, first, halves=True)
-        except (*REFUSALS, CaptureError):  # it has no derivative by itself
-            once = node_seconds(node, self.device)
-            backward = BACKWARD_WORK * once if trained else 0.0
-            late = backward / 2 if weights_of(node) else 0.0
-            return Seconds(once, backward - late, late)
-        parts = compute(local, self.device).microbatch
+        parts = op_parts(node, self.flows, self.device, trained, sizes)
         took = (
             part_seconds(part, name, plan.mesh, self.cluster)[0]
             for name, part in parts.items()

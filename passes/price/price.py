@@ -126,11 +126,6 @@ def _moves(
     return [(moved := traffic(node), moved > 0) for node in nodes]
 
 
-def node_seconds(node: Node, device: Device) -> float:
-    """Seconds of computing one node by itself."""
-    return compute_part([node], device).seconds
-
-
 def _peak(node: Node, device: Device) -> float:
     """Operations a second, of the type that most of its floating bytes have; of what is
     added up in another one, the type of what is multiplied."""

@@ -16,13 +16,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..cost import BACKWARD_WORK
+from ..cost import signature
 from ..dims.name_dims import Factor, Place
 from ..dims.origins import Origin
 from ..graph import Node, Value
 from ..ops.attention import passed_round, ring_of
 from ..ops.op import is_view, op_of
-from ..price.price import node_seconds
+from ..price.op_costs import op_parts
 from ..search.least_cost import Table
 from ..search.value_costs import NEVER, Amount, Setting, ValueCosts
 from ..shard.alternatives import alternative_of
@@ -69,6 +69,7 @@ class OpShardingCosts:
         }
         self.choices = [self._choices(i) for i in range(len(self.nodes))]
         self._known: dict[object, Tensor] = {}  # tables of equal values
+        self._took: dict[object, float] = {}  # seconds of equal ops
 
     @cached_property
     def tables(self) -> list[Amounts]:
@@ -130,17 +131,25 @@ class OpShardingCosts:
             if not self.named.origins[node.results[0].name] & Origin.PARAM:
                 continue
             trained = any(v.name in self.flows for v in node.results)
-            times = 1 + BACKWARD_WORK if trained else 1.0
             parts = [self._part(i, choice) for choice in self.choices[i]]
             rows = [
                 (
-                    times * node_seconds(part, self.setting.device),
+                    self._op_seconds(part, trained),
                     self._exchange_seconds(part, trained),
                     0.0,
                 )
                 for part in parts
             ]
             yield Amounts((i,), torch.tensor(rows, dtype=torch.float64))
+
+    def _op_seconds(self, part: Node, trained: bool) -> float:
+        """Returns the seconds that a rank's part of an op and of its derivative take,
+        without what ranks exchange."""
+        key = signature(part), *(v.type for v in part.results), trained
+        if key not in self._took:
+            parts = op_parts(part, self.flows, self.setting.device, trained, {})
+            self._took[key] = sum(cost.seconds for cost in parts.values())
+        return self._took[key]
 
     def _exchange_seconds(self, part: Node, trained: bool) -> float:
         """Returns the seconds of what ranks exchange while an op runs."""
