@@ -112,8 +112,9 @@ class Options(TypedDict, total=False):
         Option(
             "full keeps of each layer its input alone from forward to backward, "
             "selective leaves out spelled-out attention scores and what ranks gather "
-            "of each other; auto chooses for each layer what takes the least time and "
-            "fits into --memory",
+            "of each other, elementwise what ops like silu or a cast make again in "
+            "registers of what is kept; auto chooses for each layer what takes the "
+            "least time and fits into --memory",
             SEARCHED,
             RECOMPUTE,
             auto=True,

@@ -270,7 +270,11 @@ def make_space(
         TENSOR: tuple(t for t in tp if cluster.devices % t == 0),
         CONTEXT: _context_sizes(of, cluster, global_batch, node),
         EXPERT: (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
-        "recompute": RECOMPUTE if of.has_attention_scores else ("none", "full"),
+        "recompute": tuple(
+            policy
+            for policy in RECOMPUTE
+            if policy != "selective" or of.has_attention_scores
+        ),
     }
     return Space(cluster, global_batch, of.runs, **{**sizes, **decided}, groups=groups)
 

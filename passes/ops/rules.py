@@ -6,7 +6,7 @@ import torch
 
 from ..graph import Node, resolve
 from ..ops.notation import Equation, parse
-from ..ops.op import op_of
+from ..ops.op import is_view, op_of
 
 
 def equation(node: Node) -> Equation | None:
@@ -20,6 +20,11 @@ def equation(node: Node) -> Equation | None:
         rule = f"{', '.join(many)} -> {', '.join(outs)}"
     text = rule(node) if callable(rule) else rule
     return None if text is None else parse(text, node)
+
+
+def is_fusable(node: Node) -> bool:
+    """Whether compilers run the op in one kernel with elementwise ones beside it."""
+    return op_of(node).rowwise or (not is_view(node) and is_pointwise(node))
 
 
 def is_pointwise(node: Node) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 
 from ..cost import traffic
 from ..graph import Node, Value
-from ..ops.op import is_view, op_of
-from ..ops.rules import is_pointwise
+from ..ops.op import is_view
+from ..ops.rules import is_fusable
 
 
 def fused_traffic(
@@ -23,7 +23,7 @@ def fused_traffic(
 
     live_out: names of the values that live on after the last node.
     """
-    roots, alone = _roots(nodes), [not fusable(node) for node in nodes]
+    roots, alone = _roots(nodes), [not is_fusable(node) for node in nodes]
     producers = {v.name: i for i, n in enumerate(nodes) for v in n.results}
     readers: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -55,10 +55,6 @@ def fused_traffic(
                 moved += v.bytes
         traffic_of.append((moved, not any(handed(roots[v.name], i) for v in read)))
     return traffic_of
-
-
-def fusable(node: Node) -> bool:
-    return op_of(node).rowwise or (not is_view(node) and is_pointwise(node))
 
 
 def _roots(nodes: Sequence[Node]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from ..dims.origins import Origin
 from ..graph import LAYER, Node, Value, live_in
 from ..mesh import DATA
 from ..ops.op import op_of
-from ..plan import Plan
+from ..plan import Plan, PlanError
 from ..shard.propagate import propagate
 from ..shard.sharding import Sharding
 from ..stage.reuse import find_owners
@@ -51,6 +51,7 @@ def size(name: str) -> Symbol:
 
 
 LAYERS = size("layers")
+KORTHIKANTI = ("none", "selective", "full")  # policies of recomputation
 
 
 class Symbols:
@@ -129,7 +130,7 @@ def step_flops(short: ShortModel, recompute: str = "none") -> Expr:
     the forward, and what is recomputed takes those of the forward again: arXiv
     2104.04473, equation 3, is recompute="full". Causal attention is not discounted.
     """
-    again = {"none": _nothing, "full": _everything, "selective": _has_square}[recompute]
+    again = {"full": _everything, "selective": _has_square}.get(recompute, _nothing)
 
     def of(run: int | None) -> Expr:
         redone = again if run is not None else _nothing
@@ -149,11 +150,16 @@ def activation_bytes(short: ShortModel, plan: Plan | None = None) -> Expr:
 
     plan: its mesh, what its axes split, and what is recomputed. A value counts once,
     and as it lies where it is made: what sequence parallelism gathers is gathered again
-    in the backward (section 4.2.2).
+    in the backward (section 4.2.2). Raises PlanError for a policy that paper has not.
     """
     named, symbols = short.named, Symbols(short.named)
     states = propagate(named, plan).states if plan else {}
     policy = plan.recompute if plan else "none"
+    if policy not in KORTHIKANTI:
+        raise PlanError(
+            f"there is no formula of what recompute='{policy}' keeps",
+            fix=f"use one of {', '.join(KORTHIKANTI)}",
+        )
     total = Integer(0)
     for v, itemsize in _residuals(short, policy):
         dims = named.dims[v.name]

@@ -174,13 +174,13 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     handed = (*sources["sends"], *sources["outputs"], joint.loss)
     ends = {v.name for v in handed if v}
     stage = joint.stage
+    elsewhere = standing | {v.name for n in joint.prologue for v in n.results}
+    elsewhere |= {v.name for v in (*sources["inputs"], *joint.grads.values())}
     again = recompute(
-        policies, forward, joint.backward, ends, stage.forward, stage.dims
+        policies, forward, joint.backward, ends, stage.forward, stage.dims, elsewhere
     )
     backward = gather_again(forward, again, standing)
     weight_half: list[Node] = []
-    elsewhere = standing | {v.name for n in joint.prologue for v in n.results}
-    elsewhere |= {v.name for v in (*sources["inputs"], *joint.grads.values())}
     residuals = _residuals(joint, backward, elsewhere)
     if joint.halves:
         received = {v.name for v in joint.d_receives if v}

@@ -1,26 +1,27 @@
 """recompute: keep less from forward to backward, and compute it again there.
 
-full       of each layer only what enters it is kept (GPipe's re-materialisation, Huang
-           2019, section 2.3).
-selective  the core of attention, what has a row and a column for each token, is made
-           again where the model spells it out (Korthikanti 2022, section 5). A fused
-           attention kernel keeps none of it anyway. What ranks gather of each other is
-           gathered again, and each keeps its own part (section 4.2.2).
+elementwise  what elementwise ops make of what is kept is made again where elementwise
+             ops of the backward read it, in registers, see `elementwise_again`.
+selective    the core of attention, what has a row and a column for each token, is made
+             again where the model spells it out (Korthikanti 2022, section 5). A fused
+             attention kernel keeps none of it anyway. What ranks gather of each other
+             is gathered again, and each keeps its own part (section 4.2.2).
+full         of each layer only what enters it is kept (GPipe's re-materialisation,
+             Huang 2019, section 2.3).
 
-A layer is run again right before its backward begins, by the very same nodes, so that
-gradients are bitwise as without.
+A layer is run again right before its backward begins, elementwise ops where they are
+read, by the very same nodes, so that gradients are bitwise as without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..dims.name_dims import Dims
 from ..graph import Node, Value
+from ..stage.elementwise_again import elementwise_again
 from ..stage.reuse import find_owners
-
-Nodes = Sequence[Node]
 
 
 def recompute(
@@ -30,17 +31,20 @@ def recompute(
     keep: Collection[str],
     whole: Sequence[Node],
     dims: Mapping[str, Dims],
+    there: Collection[str] = (),
 ) -> list[Node]:
     """The backward, with nodes in it that make again what is not kept.
 
     policies: layer -> the name of its policy, see `POLICIES`. keep: names of values
     that are kept anyway, as they leave the stage. whole: the stage's nodes in global
-    shapes, which are those of every rank. dims: the named dims of their values.
+    shapes, which are those of every rank. dims: the named dims of their values. there:
+    names of what both can read at any time.
     """
     used = {*policies.values()} - {"none"}
     if not used:
         return list(backward)
-    remade = {name: POLICIES[name](whole, forward, dims) for name in used}
+    stage = Run(whole, forward, backward, dims, there)
+    remade = {name: POLICIES[name](stage) for name in used}
 
     def chosen(layer: str, v: Value) -> bool:
         return v.name in remade.get(policies.get(layer, "none"), ())
@@ -58,8 +62,10 @@ def recompute(
             v.name for v in node.operands if v.name in dropped and v.name not in made
         ]
         for layer in dict.fromkeys(producers[name].location.layer for name in missing):
-            # All that the layer's backward reads, at once.
-            again = _closure(wanted[layer] - made, dropped, producers)
+            needs = wanted[layer] - made
+            if policies.get(layer) in WHERE_READ:
+                needs &= set(missing)
+            again = _closure(needs, dropped - made, producers)
             for one in sorted(again, key=lambda n: order[id(n)]):
                 new = _only(one, {v.name for v in one.results} & dropped - made)
                 made.update(v.name for v in new.results)
@@ -141,25 +147,48 @@ def add_unnamed(
     return added
 
 
-def none(*_: object) -> set[str]:
+@dataclass(frozen=True)
+class Run:
+    """What a policy chooses from, see `recompute`. forward, backward: in the shapes of
+    a rank."""
+
+    whole: Sequence[Node]
+    forward: Sequence[Node]
+    backward: Sequence[Node]
+    dims: Mapping[str, Dims]
+    there: Collection[str]
+
+
+def none(_: Run) -> set[str]:
     """Keeps all."""
     return set()
 
 
-def selective(whole: Nodes, forward: Nodes, dims: Mapping[str, Dims]) -> set[str]:
+def elementwise(run: Run) -> set[str]:
+    """What costs little where elementwise ops run as one."""
+    return elementwise_again(run.forward, run.backward, run.there)
+
+
+def selective(run: Run) -> set[str]:
     """The core of attention, and what ranks gather of each other."""
-    return add_unnamed(squares(whole, dims), forward, dims) | gathered(forward)
+    large = squares(run.whole, run.dims)
+    return add_unnamed(large, run.forward, run.dims) | gathered(run.forward)
 
 
-def full(_: Nodes, forward: Nodes, *__: object) -> set[str]:
+def full(run: Run) -> set[str]:
     """All that a layer makes."""
-    return {v.name for n in forward for v in n.results}
+    return {v.name for n in run.forward for v in n.results}
 
 
-# (the stage's nodes in global shapes, in a rank's, dims by value) -> names of values
-# that the backward makes again. By what they keep, most first.
-Policy = Callable[[Nodes, Nodes, Mapping[str, Dims]], set[str]]
-POLICIES: dict[str, Policy] = {"none": none, "selective": selective, "full": full}
+# Returns the names of values that the backward makes again.
+Policy = Callable[[Run], set[str]]
+POLICIES: dict[str, Policy] = {
+    "none": none,
+    "elementwise": elementwise,
+    "selective": selective,
+    "full": full,
+}
+WHERE_READ = ("elementwise",)
 
 
 def _closure(
