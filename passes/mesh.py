@@ -147,7 +147,7 @@ class Mesh:
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks."""
         return prod(size for _, size in self.axes)
@@ -169,7 +169,15 @@ class Mesh:
 
     def pipeline_rank(self, rank: int) -> int:
         """Where a rank lies on the pipeline."""
-        return self.coords(rank).get(PIPELINE, 0)
+        self._check(rank)
+        size, stride = self._pipeline
+        return rank // stride % size
+
+    @cached_property
+    def _pipeline(self) -> tuple[int, int]:
+        """The number of ranks along the pipeline, and how far apart two of them are."""
+        on, _ = self._split((PIPELINE,))
+        return next(((size, stride) for _, size, stride in on), (1, 1))
 
     @property
     def stage_axes(self) -> tuple[tuple[str, int], ...]:
@@ -210,15 +218,18 @@ class Mesh:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank lies on each axis, in mesh order."""
+        self._check(rank)
+        coords = {}
+        for name, size in reversed(self.axes):
+            rank, coords[name] = divmod(rank, size)
+        return dict(reversed(coords.items()))
+
+    def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise MeshError(
                 f"mesh '{self}' has no rank {rank}",
                 fix=f"its ranks are 0 to {self.size - 1}",
             )
-        coords = {}
-        for name, size in reversed(self.axes):
-            rank, coords[name] = divmod(rank, size)
-        return dict(reversed(coords.items()))
 
     def rank(self, coords: Mapping[str, int]) -> int:
         """The rank that lies at these coordinates, one for each axis."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -19,9 +19,12 @@ class _BigOnMeta(TorchFunctionMode):
     """Sends big tensors that have no content yet to the meta device.
 
     Weights start from these functions; buffers come from others, such as `arange`.
+    What draws weights there does nothing, and torch takes long to find that out.
     """
 
     FACTORIES = frozenset({torch.empty, torch.rand, torch.randn})
+    # By name: transformers puts functions of its own in the place of those of nn.init.
+    DRAWS = frozenset({"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"})
     ELEMENTS = 1 << 16
     ZEROS = 1 << 28  # no buffer has as many: zeros that are to become weights
 
@@ -29,6 +32,10 @@ class _BigOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.DRAWS:
+            drawn = args[0] if args else kwargs.get("tensor")
+            if isinstance(drawn, Tensor) and drawn.is_meta:
+                return drawn
         if func in self.FACTORIES and kwargs.get("device") is None:
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.numel() >= self.ELEMENTS:

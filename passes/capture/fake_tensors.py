@@ -42,7 +42,8 @@ def on_fake_tensors(
                 if old is None:
                     continue
                 if id(old) not in replaced:
-                    replaced[id(old)] = _fake_like(old, mode, device)
+                    with mode:
+                        replaced[id(old)] = _fake_like(old, device)
                 saved.append((table, name, old))
                 table[name] = replaced[id(old)]
     try:
@@ -61,11 +62,11 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v for k, v in both.items() if v is not None}
 
 
-def _fake_like(
-    old: torch.Tensor, mode: FakeTensorMode, device: torch.device
-) -> torch.Tensor:
-    with mode:
-        new = torch.empty(old.shape, dtype=old.dtype, device=device)
-    if isinstance(old, nn.Parameter):
-        return nn.Parameter(new, requires_grad=old.requires_grad)
+def _fake_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Within a mode that makes fake tensors."""
+    is_param = isinstance(old, nn.Parameter)
+    wants = is_param and old.requires_grad
+    new = torch.empty(old.shape, dtype=old.dtype, device=device, requires_grad=wants)
+    if is_param:  # as `nn.Parameter` says it, which would make another one
+        setattr(new, "_is_param", True)  # noqa: B010
     return new

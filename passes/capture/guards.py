@@ -197,7 +197,7 @@ class Guards:
             if isinstance(result, torch.SymBool):
                 return Truth(self, x, result)
             return RowCount(self, x, result) if type(result) is torch.SymInt else result
-        if isinstance(result, Tensor) and not result.ndim and is_unknown(result):
+        if isinstance(result, Tensor) and is_unknown(result) and _is_number(result):
             if func in COUNTS and x.dtype == torch.bool and has_shape(x):
                 self.totals[id(result)] = result, x.numel()
             elif func in EQUAL and args[1:] == (0,):
@@ -226,6 +226,11 @@ class Guards:
 def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call works on, which may be given by name."""
     return args[0] if args else kwargs.get("input")
+
+
+def _is_number(x: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():  # as `has_shape` does
+        return x.ndim == 0
 
 
 def _any_of(known: Mapping[int, tuple], args: Sequence[Any]) -> tuple | None:

@@ -144,8 +144,10 @@ def _read_of(func: Any, result: Any) -> Read | None:
 
 
 def has_shape(x: Tensor) -> bool:
-    """Whether its shape is known before it runs."""
-    return all(type(n) is int for n in x.shape)
+    """Whether its shape is known before it runs. No mode of a capture, each of which
+    takes longer than the answer, is told of the question."""
+    with torch._C.DisableTorchFunction():
+        return all(type(n) is int for n in x.shape)
 
 
 def _is_unknown(arg: Any) -> bool:
