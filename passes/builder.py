@@ -11,6 +11,8 @@ import torch
 
 from .graph import Graph, Location, Node, Value, bare
 
+COUNT = re.compile(r"_\d+$")
+
 
 def unused(stem: str, taken: Collection[str]) -> str:
     """`stem`, or `stem_1`, `stem_2` ... if it is taken."""
@@ -38,7 +40,7 @@ class Builder:
         cotangent of x_1 alone, if there is one."""
         candidate = wanted
         if wanted in self.taken:
-            stem = re.sub(r"_\d+$", "", wanted)
+            stem = COUNT.sub("", wanted)
             count = self._counts.get(stem, 0)
             while {candidate, candidate.removeprefix("d_")} & self.taken:
                 count += 1

@@ -41,6 +41,7 @@ OURS = ("autopar.", "comm.")
 NAME = r"[\w.+-]+(?:\[\d+:\d+\][\w.+-]*)*"
 QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 VALUE = rf"%(?:{NAME}|{QUOTED})"
+ONE_NAME = re.compile(NAME)
 TOKEN = re.compile(rf"{QUOTED}|#.*|{VALUE}")
 TYPE = r"[\w.]+\[[\d,]*\]"
 SOURCE = re.compile(rf"(input|param|buffer|const) +({VALUE}) +({TYPE})(?: +(.*))?")
@@ -59,7 +60,7 @@ class Call(NamedTuple):
 
 
 def name_text(name: str) -> str:
-    return f"%{name if re.fullmatch(NAME, name) else repr(name)}"
+    return f"%{name if ONE_NAME.fullmatch(name) else repr(name)}"
 
 
 def read_name(text: str) -> str:

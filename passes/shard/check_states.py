@@ -10,7 +10,7 @@ part of the work, and sends back its own part of a gradient: no operand is R.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from math import prod
 
 from ..dims.name_dims import Dims
@@ -38,9 +38,16 @@ def check_states(
     shardings: of each value, as it is made and as it is read. flows: names of the
     values that gradients flow through; of others each rank may do as it likes.
     """
+    checked: set[Hashable] = set()  # layers that are alike share shardings
     for node in graph.nodes:
         if node.op in ROUTED:
             continue  # rows that are split on the axis before and after
+        lies = [(id(shardings[v.name]), v.name in flows) for v in _values(node)]
+        moved = axes_of(node) if node.op in STEPS else ()
+        alike = node.op, moved, len(node.operands), *lies
+        if alike in checked:
+            continue
+        checked.add(alike)
         for axis in axes:
             if problem := _problem(node, axis, shardings, flows):
                 raise AssertionError(f"{node}: {problem} on axis '{axis}'")
@@ -56,8 +63,12 @@ def check_shardings(
 
     Raises: InvalidGraph.
     """
+    checked: set[Hashable] = set()  # layers that are alike share dims and shardings
     for v in (*graph.sources, *(v for node in graph.nodes for v in node.results)):
-        check_sharding(v, dims[v.name], shardings[v.name], plan)
+        own, lies = dims[v.name], shardings[v.name]
+        if (alike := (v.shape, id(own), id(lies))) not in checked:
+            checked.add(alike)
+            check_sharding(v, own, lies, plan)
 
 
 def check_sharding(v: Value, dims: Dims, lies: Sharding, plan: Plan) -> None:

@@ -32,7 +32,7 @@ def drop_identities(
     def follow(nodes: list[Node]) -> list[Node]:
         others = []
         for node in nodes:
-            if any(v.name in aliases for v in node.operands):
+            if aliases and any(v.name in aliases for v in node.operands):
                 node = node.substitute(lambda v: aliases.get(v.name, v))
             named = node.op == ENDS_GRADIENT and node.out.name in handed_on
             if node.op in IDENTITIES and not named:

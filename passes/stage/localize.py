@@ -7,9 +7,9 @@ are split as even as can be, so ranks may differ by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from ..dims.name_dims import Dims
 from ..graph import Node, Value
@@ -28,15 +28,22 @@ class Localizer:
     coords: Mapping[str, int]
 
     def value(self, v: Value) -> Value:
-        return Value(v.name, self._shape(v.name), v.dtype)
+        if v.name not in self._values:
+            sharding, dims = self.shardings[v.name], self.dims[v.name]
+            key = id(sharding), id(dims)  # layers that are alike share both
+            if key not in self._shapes:
+                own = sharding.local_shape(dims, self.sizes, self.coords)
+                self._shapes[key] = own
+            self._values[v.name] = Value(v.name, self._shapes[key], v.dtype)
+        return self._values[v.name]
 
     @cached_property
-    def _shape(self) -> Callable[[str], tuple[int, ...]]:
-        def shape(name: str) -> tuple[int, ...]:
-            sharding = self.shardings[name]
-            return sharding.local_shape(self.dims[name], self.sizes, self.coords)
+    def _values(self) -> dict[str, Value]:
+        return {}
 
-        return cache(shape)
+    @cached_property
+    def _shapes(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        return {}
 
     def node(self, node: Node) -> Node:
         local = node.substitute(self.value)

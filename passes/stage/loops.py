@@ -30,10 +30,12 @@ def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item
         begin = _turned(nodes, first, period, end)
         while begin + 2 * period <= end:
             rows = _rows(nodes, begin, period, end)
-            loop, later = loop_of(rows), loop_of(rows[1:])
-            if loop is None or (later is not None and later.count > loop.count):
-                begin += period
-                continue
+            loop = loop_of(rows)
+            if loop is None or loop.count < len(rows) - 1:
+                later = loop_of(rows[1:])
+                if loop is None or (later is not None and later.count > loop.count):
+                    begin += period
+                    continue
             after = begin + loop.count * period
             ends = with_ends(nodes[start:begin], loop, nodes[after:border], tables)
             items += [*nodes[start : begin - ends.before], ends.loop]

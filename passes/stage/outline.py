@@ -9,10 +9,10 @@ process group and writes over nothing that outlives it but what it is told to.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import groupby, islice
 from typing import Any
 
 from ..graph import LAYER, Location, Node, Value, live_in
@@ -52,6 +52,20 @@ class _Run:
     first: int
     nodes: tuple[Node, ...]
     read: frozenset[str]
+
+    @cached_property
+    def places(self) -> dict[str, Any]:
+        """Value -> where it comes from in the run: the how-manieth argument, or which
+        result of which node."""
+        places: dict[str, Any] = {}
+        args = 0
+        for o, node in enumerate(self.nodes):
+            for v in node.operands:
+                if v.name not in places:
+                    places[v.name] = args
+                    args += 1
+            places.update((v.name, (o, j)) for j, v in enumerate(node.outs) if v)
+        return places
 
 
 def gather_runs(nodes: Sequence[Node]) -> list[Node]:
@@ -135,7 +149,18 @@ def find_runs(
 
 
 def _is_worth_a_function(nodes: Sequence[Node]) -> bool:
-    return sum(not is_view(n) for n in nodes) >= LEAST and bool(live_in(nodes))
+    computing = islice((n for n in nodes if not is_view(n)), LEAST)
+    return sum(1 for _ in computing) == LEAST and _reads_others(nodes)
+
+
+def _reads_others(nodes: Sequence[Node]) -> bool:
+    """Whether nodes read what they do not make, as `live_in` would say."""
+    made: set[str] = set()
+    for node in nodes:
+        if any(v.name not in made for v in node.operands):
+            return True
+        made.update(v.name for v in node.results)
+    return False
 
 
 def find_all_runs(parts: Sequence[Sequence[Node]]) -> list[list[tuple[int, int]]]:
@@ -148,20 +173,25 @@ def passed_on(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
     """Names of what a part makes again and that is read, in any of them, by others than
     what does so: one function makes it each time, and returns it."""
     remade = _remade(parts)
+    if not remade:
+        return remade
     others = (n for p in parts for n in p if not _makes(n, remade))
     return remade.intersection(v.name for n in others for v in n.operands)
 
 
 def _remade(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
     """Names of what several parts make."""
-    made = Counter(
-        name for p in parts for name in {v.name for n in p for v in n.results}
-    )
-    return frozenset(name for name, times in made.items() if times > 1)
+    made: set[str] = set()
+    again: set[str] = set()
+    for nodes in parts:
+        own = {v.name for n in nodes for v in n.results}
+        again |= made & own
+        made |= own
+    return frozenset(again)
 
 
 def _makes(node: Node, names: Collection[str]) -> bool:
-    return any(v.name in names for v in node.results)
+    return bool(names) and any(v.name in names for v in node.results)
 
 
 @dataclass(frozen=True)
@@ -187,7 +217,7 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
     returned: dict[Any, set[Any]] = {}
     rows = []
     for run in _runs(parts):
-        made = _places(run)
+        made = run.places
         again = _key(run), next((v.name for n in run.nodes for v in n.results), "")
         returned.setdefault(again, set()).update(made[name] for name in run.read)
         rows.append((run, again))
@@ -202,9 +232,9 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
     for group in alike.values():
         function, nodes_of = _function(group, names)
         functions.append(function)
-        first = {at: name for name, at in _places(group[0]).items()}
+        first = {at: name for name, at in group[0].places.items()}
         for run in group:
-            made = {name: at for name, at in _places(run).items() if at in first}
+            made = {name: at for name, at in run.places.items() if at in first}
             same |= {n: first[at] for n, at in made.items() if isinstance(at, tuple)}
         for run, call in zip(group, nodes_of, strict=True):
             calls[run.part, run.first] = run, call
@@ -236,23 +266,9 @@ def _runs(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Iterator[_
 # --- equal runs ---------------------------------------------------------------------
 
 
-def _places(run: _Run) -> dict[str, Any]:
-    """Value -> where it comes from in the run: the how-manieth argument, or which
-    result of which node."""
-    places: dict[str, Any] = {}
-    args = 0
-    for o, node in enumerate(run.nodes):
-        for v in node.operands:
-            if v.name not in places:
-                places[v.name] = args
-                args += 1
-        places.update((v.name, (o, j)) for j, v in enumerate(node.outs) if v)
-    return places
-
-
 def _key(run: _Run) -> Any:
     """Equal for runs that one function can do, if it is told the numbers."""
-    places = _places(run)
+    places = run.places
 
     def shape(tree: Any) -> Any:
         if isinstance(tree, Value):
@@ -302,7 +318,7 @@ def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[No
     ]
     numbers = tuple(Number(f"n{i}") for i in range(len(varying)))
     told = dict(zip(varying, numbers, strict=True))
-    places = [_places(run) for run in group]
+    places = [run.places for run in group]
     args = [list(live_in(run.nodes).values()) for run in group]
     # What any of the runs has read of its results, all return.
     wanted = {

@@ -79,9 +79,14 @@ class Stage:
         places: where nodes are from, too."""
         sources = {v.name for v in (*self.receives, *self.params, *self.buffers)}
         received = {v.name for v in self.receives}
+        texts: dict[tuple[int, int], str] = {}  # layers that are alike share both
 
         def note(v: Value) -> str:
-            text = self.shardings[v.name].exact_text(self.dims[v.name])
+            sharding, dims = self.shardings[v.name], self.dims[v.name]
+            text = texts.get((id(sharding), id(dims)))
+            if text is None:
+                text = sharding.exact_text(dims)
+                texts[id(sharding), id(dims)] = text
             text += "  received" if v.name in received else ""
             trained = v.name in sources and v.name in self.differentiable
             return text + ("  with gradient" if trained else "")

@@ -70,11 +70,13 @@ class Storages:
             dying.setdefault(i, []).append(name)
         alive, levels = self.before, []
         for i, node in enumerate(self.nodes):
-            made = {v.name for v in node.results if self.owners.get(v.name) == v.name}
-            alive += sum(self.sizes[name] for name in made)
+            for v in node.results:
+                if self.owners.get(v.name) == v.name:
+                    alive += self.sizes[v.name]
             workspace = op_of(node).workspace
             levels.append(alive + (workspace(node) if workspace else 0))
-            alive -= sum(self.sizes[name] for name in dying.get(i, ()))
+            for name in dying.get(i, ()):
+                alive -= self.sizes[name]
         return levels
 
 
@@ -93,13 +95,14 @@ class Alive:
     ) -> None:
         self.storages = storages
         self.numbers = {id(node): i for i, node in enumerate(storages.nodes)}
-        self.levels = list(map(add, storages.levels, map(self._copied, storages.nodes)))
+        copied = list(map(self._copied, storages.nodes))
+        self.levels = list(map(add, storages.levels, copied))
         # Storages of views that may be copies: each value may have its own.
         self.apart = {
             storages.owners.get(v.name)
-            for node in storages.nodes
+            for node, size in zip(storages.nodes, copied, strict=True)
+            if size
             for v in node.results
-            if self._copied(node)
         }
         self.calls = calls
         self.peak = 0 if at_once else storages.peak
@@ -123,8 +126,8 @@ class Alive:
     def _copied(self, node: Node) -> int:
         """Bytes that a view takes where it is a copy after all."""
         owners = self.storages.owners
-        shared = (v.bytes for v in node.results if owners.get(v.name) != v.name)
-        return sum(shared) if takes_memory(node) else 0
+        shared = [v.bytes for v in node.results if owners.get(v.name) != v.name]
+        return sum(shared) if shared and takes_memory(node) else 0
 
 
 def storages(local: LocalStage) -> tuple[Storages, Storages, Storages]:

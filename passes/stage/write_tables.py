@@ -45,7 +45,7 @@ def _split_over(field: Value, s: LocalStage) -> tuple[str, ...]:
     axes: list[str] = []
     names = {field.name}
     while True:
-        readers = [n for n in s.nodes if names & {v.name for v in n.operands}]
+        readers = [n for n in s.nodes if any(v.name in names for v in n.operands)]
         if any(_splits_rows(n) and n.arg("axes") == TIME for n in readers):
             readers = [
                 n for n in readers if not _splits_rows(n) or n.arg("axes") == TIME
