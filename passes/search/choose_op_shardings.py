@@ -196,10 +196,14 @@ class Axis:
         else:
             assert self.runs is not None
             inside = {self.names[i] for i in block.inner}
+            texts_of: dict[int, dict[OpName, str | None]] = {}
             for k, copy in enumerate(chosen.copies):
-                texts = self._texts(copy)
+                if id(copy) not in texts_of:  # equal copies are one
+                    texts = self._texts(copy)
+                    own = {n: t for n, t in texts.items() if n in inside}
+                    texts_of[id(copy)] = own
                 op_shardings |= {
-                    self.shifted(n, k): t for n, t in texts.items() if n in inside
+                    self.shifted(n, k): t for n, t in texts_of[id(copy)].items()
                 }
             late = self.runs.total - 3  # how much later the third run is
             op_shardings |= {

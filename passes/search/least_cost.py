@@ -163,12 +163,14 @@ def least_cost(
     once = reduce(own, sizes, (*block.before, *block.after, *outer))
     chain = _Chain(once.table, sizes, block, outer)
     cost, choices = reduce([*others, chain.table], sizes).solve()
-    copies = []
-    for before, after in chain.walk(choices):
+    walk = chain.walk(choices)
+    inside: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, int]] = {}
+    for before, after in dict.fromkeys(walk):  # copies with equal ends are equal
         ends = dict(zip(block.before, before, strict=True))
         ends |= dict(zip(block.after, after, strict=True))
-        copies.append(once.complete({**{v: choices[v] for v in outer}, **ends}))
-    return Chosen(cost, choices, tuple(copies))
+        within = once.complete({**{v: choices[v] for v in outer}, **ends})
+        inside[before, after] = within
+    return Chosen(cost, choices, tuple(inside[ends] for ends in walk))
 
 
 def owns(block: Block, variables: Iterable[int]) -> bool:

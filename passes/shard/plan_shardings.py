@@ -44,7 +44,7 @@ class OpName:
 
     def in_layer(self, layer: int | str) -> OpName:
         """The op's name in another layer, or in any: `*`."""
-        return replace(self, module=LAYER.sub(str(layer), self.module, count=1))
+        return OpName(LAYER.sub(str(layer), self.module, count=1), self.op)
 
 
 def name_ops(graph: Graph) -> tuple[OpName, ...]:

@@ -56,7 +56,7 @@ class Sharding:
         return None
 
     def pending_on(self, axis: str) -> str | None:
-        return dict(self.pending).get(axis)
+        return next((op for own, op in self.pending if own == axis), None)
 
     def state(self, axis: str) -> State:
         """Returns how the value is on one axis."""
@@ -116,7 +116,7 @@ class Sharding:
         """The extent of each factor of each dim on the rank at `coords`."""
         return tuple(
             tuple(
-                local_extent(dim.size, axes, sizes, coords)
+                local_extent(dim.size, axes, sizes, coords) if axes else dim.size
                 for dim, axes in zip(factors, slots, strict=True)
             )
             for factors, slots in zip(dims, self.slots, strict=True)
