@@ -8,7 +8,6 @@ need as little they are the fastest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,7 +33,8 @@ from ..stage.reuse import find_owners
 from ..stage.split_stages import split_stages
 
 CHEAPEST, DEAREST = 1e-18, 1e-3  # seconds that a byte may be worth
-STEPS = 30  # of bisection: prices within a ten-thousandth
+NEAR = 1e-7  # of a price: how near to it the next ones are that are tried
+STEPS = 30  # prices that are looked for
 TIE = 1e-12  # seconds: between shardings that cost the same the plan's order decides
 ROUNDS = 5
 
@@ -106,25 +106,35 @@ class Axis:
 
     def within(self, limit: float) -> AxisShardings:
         """The fastest that need no more bytes, as far as prices tell."""
-        choices = self._chosen()
-        if self._memory(choices) <= limit:
-            return self._shardings_of(choices)
-        low, high = CHEAPEST, DEAREST
-        choices = self._chosen(high)
-        if (memory := self._memory(choices)) > limit:
+        heavy = self._chosen()
+        if self._memory(heavy) <= limit:
+            return self._shardings_of(heavy)
+        light = self._chosen(DEAREST)
+        if (memory := self._memory(light)) > limit:
             raise ShardingsDoNotFit(
                 f"whatever '{self.axis}' splits, a rank needs "
                 f"{memory / 1e9:.3g} GB, and has {limit / 1e9:.3g} GB",
                 fix="use more ranks, more microbatches, zero, or recompute",
             )
         for _ in range(STEPS):
-            price = math.sqrt(low * high)
-            tried = self._chosen(price)
-            if self._memory(tried) <= limit:
-                choices, high = tried, price
-            else:
-                low = price
-        return self._shardings_of(choices)
+            # Costs are lines over the price, and the least of them are concave: what is
+            # better than both anywhere is so where these two meet.
+            price = self._crossing(heavy, light)
+            above = self._chosen(price * (1 + NEAR))
+            if self._memory(above) > limit:
+                heavy = above
+                continue
+            light = above
+            below = self._chosen(price * (1 - NEAR))
+            if self._memory(below) > limit or price == CHEAPEST:
+                break
+            light = below
+        return self._shardings_of(light)
+
+    def _crossing(self, heavy: Chosen, light: Chosen) -> float:
+        """The price of a byte at which two choices cost the same."""
+        (*spent, more), (*other, less) = map(self._totals, (heavy, light))
+        return max(CHEAPEST, float((sum(other) - sum(spent)) / (more - less)))
 
     @cached_property
     def ties(self) -> list[Table]:
