@@ -18,6 +18,7 @@ from typing import Any
 from ..graph import LAYER, Location, Node, Value, live_in
 from ..ops.op import is_view
 from ..ops.random import DRAWS
+from ..ops.rules import is_fusable
 from ..stage.names import ENTRIES, RESERVED
 from ..stage.reuse import find_owners
 from ..stage.split_backward import GRADIENT
@@ -180,14 +181,21 @@ def passed_on(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
 
 
 def _remade(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
-    """Names of what several parts make."""
+    """Names of what several parts make; but where elementwise ops alone are run again,
+    they belong to those that read them."""
     made: set[str] = set()
     again: set[str] = set()
     for nodes in parts:
         own = {v.name for n in nodes for v in n.results}
         again |= made & own
         made |= own
-    return frozenset(again)
+    by_themselves: set[str] = set()
+    for nodes in parts if again else ():
+        for remade, row in groupby(nodes, lambda n: _makes(n, again)):
+            run = list(row)
+            if remade and not all(is_view(n) or is_fusable(n) for n in run):
+                by_themselves.update(v.name for n in run for v in n.results)
+    return frozenset(again & by_themselves)
 
 
 def _makes(node: Node, names: Collection[str]) -> bool:
