@@ -12,6 +12,8 @@ from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
+import torch
+
 from autopar.machine.cluster_file import number
 from autopar.passes.mesh import CONTEXT_AXES, TENSOR_AXES, Mesh, MeshError, usual_split
 from autopar.passes.plan import (
@@ -41,7 +43,8 @@ class Option:
     """A keyword of `compile` and a flag of the command line.
 
     planner: SEARCHED, OF_ALL or UNPRICED. usual: the value that it has if it is left
-    out, where a `Plan` has no field of that name. auto: whether "auto" is a choice too.
+    out, where a `Plan` has no field of that name. follows: whether others say what it
+    is then. auto: whether "auto" is a choice too.
     """
 
     help: str
@@ -49,6 +52,7 @@ class Option:
     choices: tuple[str, ...] = ()
     auto: bool = False
     usual: Any = None
+    follows: bool = False
     metavar: str | None = None
 
 
@@ -114,10 +118,12 @@ class Options(TypedDict, total=False):
             "selective leaves out spelled-out attention scores and what ranks gather "
             "of each other, elementwise what ops like silu or a cast make again in "
             "registers of what is kept; auto chooses for each layer what takes the "
-            "least time and fits into --memory",
+            "least time and fits into --memory (default: elementwise where functions "
+            "are compiled, with --backend inductor or on a GPU, else none)",
             SEARCHED,
             RECOMPUTE,
             auto=True,
+            follows=True,
         ),
     ]
     memory: Annotated[
@@ -191,8 +197,9 @@ _PLAN = {f.name: f.default for f in fields(Plan) if f.default is not MISSING}
 
 
 def usual(name: str) -> Any:
-    """The value of an option that is left out."""
-    return _PLAN.get(name, OPTIONS[name].usual)
+    """The value of an option that is left out; None: others say what it is."""
+    option = OPTIONS[name]
+    return None if option.follows else _PLAN.get(name, option.usual)
 
 
 def options_of(planner: str) -> tuple[str, ...]:
@@ -233,6 +240,8 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
             fix=f"the options are {', '.join(OPTIONS)}",
         )
     decisions: dict[str, Any] = dict(options)
+    if decisions.get("recompute") is None:
+        decisions["recompute"] = usual_recompute(decisions.get("backend", AUTO))
     for name in decisions:
         if isinstance(usual(name), bool) and not isinstance(decisions[name], bool):
             raise PlanError(f"{name}={shown(decisions[name])}", fix="use True or False")
@@ -257,6 +266,13 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     balances = by_rows and not hinted
     decisions["zigzag"] = _zigzag(context_parallel, layout, balances)
     return Plan(where, split=split, **decisions)
+
+
+def usual_recompute(backend: str) -> str:
+    """What is recomputed where nobody decides: what compiled functions have in
+    registers."""
+    compiled = backend == "inductor" or (backend == AUTO and torch.cuda.is_available())
+    return "elementwise" if compiled else "none"
 
 
 def _hints(hints: Any) -> dict[str, str]:

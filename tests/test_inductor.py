@@ -23,7 +23,7 @@ from autopar.runtime.execute.inductor import CompiledFunction, compile_functions
 from autopar.runtime.execute.running_stage import load_module
 from autopar.runtime.kernels import for_inductor
 from autopar.verify import verify
-from examples.benchmarks.compiled_layer import measure
+from examples.benchmarks.compiled_layer import MODELS, measure
 
 CPU = torch.device("cpu")
 TEXT = """
@@ -189,7 +189,8 @@ def test_each_technique_is_exact_with_compiled_functions(kept, name):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)  # a machine that does other things as well
-def test_a_layer_takes_no_more_kernels_and_bytes_than_by_torch_compile():
-    ours, _, theirs = measure(Config(2, 256, 8, 128, 128), 4)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layer_takes_no_more_kernels_and_bytes_than_by_torch_compile(model: str):
+    ours, _, theirs = measure(MODELS[model](256, 128, 4))
     assert ours.kernels <= theirs.kernels
     assert ours.bytes <= 1.02 * theirs.bytes

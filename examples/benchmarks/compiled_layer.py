@@ -2,10 +2,11 @@
 
 Counts what Inductor's scheduler has after fusion: kernels, products and other calls,
 and the bytes that they read and write; nothing is run, and no GPU is needed. Of a
-GPT's layer on one rank: forward, and backward with gradients added up over
+GPT's layer or a Llama's on one rank: forward, and backward with gradients added up over
 microbatches, which torch.compile leaves to autograd, a sum in place for each parameter.
 
     python examples/benchmarks/compiled_layer.py
+    python examples/benchmarks/compiled_layer.py --model llama
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 import autopar  # noqa: E402
+from autopar.options import make_plan  # noqa: E402
 from autopar.passes.nested import tensors  # noqa: E402
 from autopar.passes.price.cluster import PLAIN  # noqa: E402
 from autopar.proof.ranks import local_parameters  # noqa: E402
@@ -134,22 +136,73 @@ class Counting(CodeCache):
         return replace(compiled, run=counted)
 
 
-def ours(config: Config, batch: Mapping[str, Tensor], cache: Counting) -> Count:
+@dataclass(frozen=True)
+class Layered:
+    """A model and one of its layers. model: of so many layers. layer: runs one of two
+    by itself, on what needs a gradient."""
+
+    batch: Mapping[str, Tensor]
+    model: Callable[[int], nn.Module]
+    layer: Callable[[nn.Module], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+
+
+def gpt(width: int, seq: int, samples: int) -> Layered:
+    config = Config(2, width, width // 32, seq, 128)
+    tokens = torch.zeros(samples, seq, dtype=torch.int64)
+
+    def layer(model: nn.Module) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        x = torch.randn(samples, seq, width, requires_grad=True)
+        return Block(config), (x,), {}
+
+    return Layered(
+        {"ids": tokens, "labels": tokens},
+        lambda layers: GPT(replace(config, layers=layers)),
+        layer,
+    )
+
+
+def llama(width: int, seq: int, samples: int) -> Layered:
+    """Hugging Face's, in 16 bits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens = torch.zeros(samples, seq, dtype=torch.int64)
+    sizes = {"hidden_size": width, "intermediate_size": 11 * width // 4}
+    sizes |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64}
+    sizes |= {"vocab_size": 128, "max_position_embeddings": seq}
+
+    def model(layers: int) -> nn.Module:
+        config = LlamaConfig(num_hidden_layers=layers, **sizes)
+        made: nn.Module = LlamaForCausalLM(config).bfloat16()
+        return made
+
+    def layer(made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        x = torch.randn(samples, seq, width, dtype=torch.bfloat16, requires_grad=True)
+        where = made.model.rotary_emb(x, torch.arange(seq)[None])
+        return made.model.layers[0], (x,), {"position_embeddings": where}
+
+    return Layered({"input_ids": tokens, "labels": tokens}, model, layer)
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+def ours(of: Layered, layers: int, cache: Counting) -> Count:
     """Counts a microbatch's kernels and bytes, forward and backward, on one rank."""
     torch.manual_seed(0)
-    model = GPT(config)
-    plan = autopar.Plan(autopar.Mesh.parse(""))
-    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN)
+    model = of.model(layers)
+    plan = make_plan("", backend="inductor")
+    program = autopar.compile_offline(model, of.batch, plan, cluster=PLAIN)
     cache.count = Count()
 
     def body(comm: Comm) -> Count:
         held = local_parameters(program, comm, dict(model.named_parameters()))
-        executor = Executor(program, comm, held, {}, compiled=cache)
+        buffers = dict(model.named_buffers())
+        executor = Executor(program, comm, held, buffers, compiled=cache)
         (stage,) = executor.stages.values()
         outside = _Outside()
         for name in ("forward", "backward"):
             stage.module[name] = outside.counting(stage.module[name])
-        executor.step(batch)
+        executor.step(of.batch)
         return outside.count + cache.count
 
     (counted,) = run_virtual(program.mesh, 1, body)
@@ -158,41 +211,38 @@ def ours(config: Config, batch: Mapping[str, Tensor], cache: Counting) -> Count:
     return counted
 
 
-def theirs(config: Config, samples: int) -> tuple[Count, Count]:
+def theirs(of: Layered) -> tuple[Count, Count]:
     """torch.compile of a layer, and what autograd adds of gradients after it."""
     torch.manual_seed(0)
-    block = Block(config)
-    x = torch.randn(samples, config.context, config.width, requires_grad=True)
+    layer, args, kwargs = of.layer(of.model(2))
     with counted_graphs() as graphs:
-        y = torch.compile(block, fullgraph=True, dynamic=False)(x)
+        y = torch.compile(layer, fullgraph=True, dynamic=False)(*args, **kwargs)
         y.backward(torch.ones_like(y))
-    added = sum((Count(1, 3 * p.nbytes) for p in block.parameters()), Count())
+    added = sum((Count(1, 3 * p.nbytes) for p in layer.parameters()), Count())
     return sum(graphs, Count()), added
 
 
-def measure(config: Config, samples: int) -> tuple[Count, Count, Count]:
+def measure(of: Layered) -> tuple[Count, Count, Count]:
     """(ours, theirs without and with sums of gradients), of a layer."""
-    tokens = torch.zeros(samples, config.context, dtype=torch.int64)
-    batch = {"ids": tokens, "labels": tokens}
     with tempfile.TemporaryDirectory() as folder, counted_graphs() as graphs:
         counts = []
         for layers in (2, 3):  # nothing compiled before is found, as it counts nothing
             code_cache._in_memory.clear()
             cache = Counting(Path(folder, str(layers)), graphs)
-            counts.append(ours(replace(config, layers=layers), batch, cache))
+            counts.append(ours(of, layers, cache))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/theirs"
-        alone, added = theirs(config, samples)
+        alone, added = theirs(of)
     return counts[1] - counts[0], alone, alone + added
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=tuple(MODELS), default="gpt")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--samples", type=int, default=4)
     a = parser.parse_args()
-    config = Config(2, a.width, a.width // 32, a.seq, 128)
-    rows = measure(config, a.samples)
+    rows = measure(MODELS[a.model](a.width, a.seq, a.samples))
     names = "functions compiled", "torch.compile", "the same, gradients added up"
     for name, count in zip(names, rows, strict=True):
         times = rows[0].bytes / count.bytes

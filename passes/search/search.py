@@ -263,7 +263,7 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
     """Orders candidates: what is simple comes first."""
     return (
         sum(n > 1 for _, n in candidate.mesh.axes),
-        candidate.recompute != "none",
+        candidate.recompute not in ("none", "elementwise"),
         candidate.stages_per_rank,
         {USUAL_SCHEDULE: 0, AUTO: 2}.get(candidate.schedule, 1),
         candidate.zero,
