@@ -89,10 +89,14 @@ class Noted(Agreement):
 def test_after_a_failure_ranks_wait_before_they_begin_the_next_step() -> None:
     """Else messages of a rank that goes on would meet those of the step that failed,
     in which other ranks still are."""
-    agreement = Noted(small_program("dp=2", 1))
-    updates = cast(Any, SimpleNamespace(facts=lambda: ({}, {}), parameters={}))
-    for i in range(FIRST + 3):
-        with suppress(IndexError), agreement.on_batch("step", {}, updates, {}):
-            if i == FIRST + 1:
+    program = small_program("dp=2", 1)
+    held = {name: torch.zeros(spec.shape) for name, spec in program.parameters.items()}
+    updates = cast(Any, SimpleNamespace(facts=lambda: ({}, {}), parameters=held))
+    agreement = Noted(program)
+    for i in range(FIRST + 4):
+        steps = {"steps": min(i, FIRST + 2)}  # that were done
+        with suppress(IndexError), agreement.on_batch("step", {}, updates, steps):
+            if i == FIRST + 2:
                 raise IndexError
-    assert agreement.waited == [True] * FIRST + [False, False, True]
+    # After 4 steps they compare weights.
+    assert agreement.waited == [True] * FIRST + [True, False, False, True]

@@ -19,6 +19,7 @@ from torch import Tensor
 from autopar.passes.digest import digest, digest_of_text
 from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.program import Program
+from autopar.runtime.agreement.replicas import ON_CPU, ON_GPU, Replicas
 from autopar.runtime.agreement.roll_call import (
     Facts,
     Judge,
@@ -49,10 +50,12 @@ class Agreement(RollCall):
     """The roll calls of a step, with what it has to tell in them."""
 
     def __init__(self, comm: Comm, program: Program) -> None:
-        own = {"weights": self._weights, "part": self._part}
-        super().__init__(comm, {**JUDGES, **own})
+        tolerance = ON_CPU if comm.device.type == "cpu" else ON_GPU
+        replicas = Replicas(program, comm.rank, tolerance)
+        held = {"weights": replicas.judge_first, "replicas": replicas.judge}
+        super().__init__(comm, {**JUDGES, **held, "part": self._part})
         self._calls: Counter[str] = Counter()
-        self._program = program
+        self._replicas = replicas
 
     def on_build(
         self, seed: int, program: Program | None, fixed: Mapping[str, Any]
@@ -81,17 +84,21 @@ class Agreement(RollCall):
         count = self._calls[operation]
         self._calls[operation] += 1
         facts, of_stage = updates.facts()
-        if operation == "step" and count == 0:
-            # Ranks have other parts, so that they tell all: once.
-            weights = [digest(p) for p in updates.parameters.values()]
-            facts = {**facts, ("weights", ""): weights}
-        meets = count < FIRST or count % EVERY == 0
+        compares = operation == "step" and (
+            self._replicas.due(training["steps"]) or count == 0
+        )
+        meets = count < FIRST or count % EVERY == 0 or compares
         if meets:
             state = {("training", name): value for name, value in training.items()}
             held = digests("batch", batch)
             if part is not None:
                 fields = {name: value for (_, name), value in held.items()}
                 held = {("part", ""): (part, fields)}
+            if compares:
+                weights = self._replicas.facts(
+                    training["steps"], updates.parameters, first=count == 0
+                )
+                state = {**state, **weights}
             self(operation, {**facts, **held, **state}, of_stage)
         try:
             with nullcontext() if meets else self.ahead(operation, facts, of_stage):
@@ -118,25 +125,6 @@ class Agreement(RollCall):
         else:
             with self.ahead("clip_grad_norm_", facts):
                 yield
-
-    def _weights(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
-        """Whether ranks have the same values of what they have the same part of."""
-        program, seen = self._program, dict[tuple[Any, ...], tuple[int, int]]()
-        for rank, digests in values.items():
-            coords, stages = program.mesh.coords(rank), set(program.stages_of(rank))
-            held = [n for n, s in program.parameters.items() if stages & set(s.stages)]
-            for name, value in zip(held, digests, strict=True):
-                axes = program.parameters[name].split_axes
-                place = (name, *(coords[axis] for axis in axes))
-                first, expected = seen.setdefault(place, (rank, value))
-                if value != expected:
-                    return ModelMismatch(
-                        f"'{name}' has other values on rank {rank} than on rank {first}"
-                        ", which hold the same part of it",
-                        fix="change weights before compile, on all ranks alike, or by "
-                        "step.load_state_dict(state)",
-                    )
-        return None
 
     def _part(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
         """Whether ranks of one part loaded it alike, and those of others as much; says

@@ -46,6 +46,13 @@ OPERATIONS = {
     ),
 }
 
+# Kinds of facts that differ because others do, which are told then instead.
+EFFECTS = {"replicas"}
+
+# So many differences that were right are not sent again; sketches of weights, which
+# are never the same again, are among them.
+REMEMBERED = 64
+
 Facts = Mapping[tuple[str, str], Any]
 """(kind, name) -> a plain value, such as a digest: all ranks must have the same."""
 NOTHING: Facts = MappingProxyType({})
@@ -163,6 +170,8 @@ class _Call:
         told = self.roll.comm.gather_object(self.told)
         if not failed:
             self._judge(told)
+            if len(self.roll.right) == REMEMBERED:  # on all ranks at once
+                self.roll.right.clear()
             self.roll.right.add(key)
 
     def explain(self) -> None:
@@ -187,13 +196,17 @@ class _Call:
                     f"rank {rank} cannot {operation}: {error.message}", fix=error.fix
                 )
         check_operations([operation for operation, *_ in told])
-        self._compare({rank: facts for rank, (_, facts, *_) in enumerate(told)})
+        facts_of = {rank: facts for rank, (_, facts, *_) in enumerate(told)}
+        self._compare(facts_of)
         for ranks in self.roll.stages:
             self._compare({rank: told[rank][2] for rank in ranks})
+        self._compare(facts_of, effects=True)
 
-    def _compare(self, by_rank: Mapping[int, Facts]) -> None:
+    def _compare(self, by_rank: Mapping[int, Facts], effects: bool = False) -> None:
         names = dict.fromkeys(key for facts in by_rank.values() for key in facts)
         for kind, name in names:
+            if (kind in EFFECTS) != effects:
+                continue
             values = {r: facts.get((kind, name)) for r, facts in by_rank.items()}
             if others(values) and (error := self.roll.judges[kind](name, values)):
                 raise error
