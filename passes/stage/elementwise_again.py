@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import networkx as nx
 
@@ -21,7 +22,7 @@ from ..ops.op import is_view
 from ..ops.rules import is_fusable, is_pointwise
 from ..stage.reuse import find_owners
 
-SOURCE, SINK = "source", "sink"
+SOURCE, SINK = -1, -2
 
 
 @dataclass(frozen=True)
@@ -76,33 +77,55 @@ def _storages(
 
 def _beyond_the_cut(nodes: Sequence[Node], storages: _Storages) -> set[str]:
     """Which storages that a layer makes are beyond the minimum cut."""
-    net = nx.DiGraph()
+    numbers: dict[str, int] = {}
+    wide: dict[int, int] = {}
+    open_to: dict[tuple[int, int], None] = {}
 
-    def add(root: str, comes: bool) -> None:
+    def add(root: str, comes: bool) -> int:
         """comes: whether it is made by what does not run again."""
-        net.add_edge((root, 0), (root, 1), capacity=storages.sizes[root])
+        if root not in numbers:
+            numbers[root] = len(numbers)
+        number = numbers[root]
+        wide[number] = storages.sizes[root]
         if comes or root in storages.crossing:
-            net.add_edge(SOURCE, (root, 0), capacity=math.inf)
+            open_to[SOURCE, 2 * number] = None
         if root in storages.hard:
-            net.add_edge(SOURCE, (root, 1), capacity=math.inf)
+            open_to[SOURCE, 2 * number + 1] = None
         elif root in storages.soft:
-            net.add_edge((root, 1), SINK, capacity=math.inf)
+            open_to[2 * number + 1, SINK] = None
+        return number
 
     made = {v.name for n in nodes for v in n.results if storages.root(v) == v.name}
     for node in nodes:
         for v in node.results:
             if v.name not in made:
                 continue
-            add(v.name, not is_pointwise(node))
+            number = add(v.name, not is_pointwise(node))
             if not is_pointwise(node):
                 continue
             for x in node.operands:
                 root = storages.root(x)
                 if root not in storages.there:
-                    if root not in made:
-                        add(root, True)
-                    net.add_edge((root, 1), (v.name, 0), capacity=math.inf)
-    if SOURCE not in net or SINK not in net:
-        return set()
+                    source = numbers[root] if root in made else add(root, True)
+                    open_to[2 * source + 1, 2 * number] = None
+    # Of layers that are alike, whatever share of them a rank has, widths are alike.
+    unit = math.gcd(*wide.values()) or 1
+    widths = tuple(wide[i] // unit for i in range(len(wide)))
+    beyond = _minimum_cut(widths, tuple(open_to))
+    return {root for root in made if 2 * numbers[root] in beyond}
+
+
+# It is there once for many layers; and while garbage is not collected, graphs stay.
+@lru_cache(maxsize=256)
+def _minimum_cut(
+    widths: tuple[int, ...], open_to: tuple[tuple[int, int], ...]
+) -> frozenset[int]:
+    """The ends, on the sink's side, of a network of values: the i-th enters at 2i and
+    leaves at 2i + 1, as wide as that; what else is open has no end of width."""
+    net = nx.DiGraph()
+    net.add_nodes_from((SOURCE, SINK))
+    for i, width in enumerate(widths):
+        net.add_edge(2 * i, 2 * i + 1, capacity=width)
+    net.add_edges_from(open_to)  # without a capacity there is none to exceed
     _, (_, beyond) = nx.minimum_cut(net, SOURCE, SINK)
-    return {root for root in made if (root, 0) in beyond}
+    return frozenset(beyond)
