@@ -13,6 +13,7 @@ update went.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from autopar.passes.program import Program
 from autopar.runtime.agreement.roll_call import ranks_text
 from autopar.runtime.agreement.validate import ModelMismatch
 
+LOG = logging.getLogger("autopar")
 WAYS = 8
 # Elements that have signs of their own; and such rows that are summed in one go: so
 # many as stay in the cache of a core, and as keep a GPU busy.
@@ -44,16 +46,17 @@ class Tolerance:
     """How far replicas may be apart, as a multiple of what updates moved them.
 
     many: more than a quarter of the parameters that two ranks have in common, each.
-    one: any.
+    one: any. ends: whether training ends where they are farther, or ranks are warned.
     """
 
     many: float
     one: float
+    ends: bool
 
 
 # On CPUs, replicas are alike to the bit: kernels add in a fixed order. On CPUs of two
 # kinds float32 is rounded otherwise, by less than a thousandth of an update.
-ON_CPU = Tolerance(many=1e-3, one=1e-3)
+ON_CPU = Tolerance(many=1e-3, one=1e-3, ends=True)
 # On GPUs they differ honestly: kernels that add in no fixed order, or that were tuned
 # on each rank by itself, round otherwise, and nothing brings the norms together that
 # each rank of tp has. Of gradients in bfloat16 it may be a hundredth, and a tenth of
@@ -61,8 +64,9 @@ ON_CPU = Tolerance(many=1e-3, one=1e-3)
 # rate or other gradients are as much as an update. In a few parameters rounding is too:
 # where a gradient is zero but for it, as of a bias of keys, Adam walks at random as far
 # as elsewhere, and two such walks end sqrt(2) times as far apart as each went; sketches
-# of 8 numbers tell that but roughly. Most edits are farther.
-ON_GPU = Tolerance(many=0.25, one=8.0)
+# of 8 numbers tell that but roughly. Most edits are farther. No run on GPUs has shown
+# yet that honest ones stay within: so it is told, and training goes on.
+ON_GPU = Tolerance(many=0.25, one=8.0, ends=False)
 # A rounding more of every element, of weights that are updated in their own dtype.
 ROUNDINGS = 4
 
@@ -164,7 +168,14 @@ class Replicas:
                 if way.exceeds(most.many if unlike else most.one):
                     worse = way.ratio, first, rank
                     apart[name] = max(apart.get(name, worse), worse)
-        return self._error(steps, apart) if apart else None
+        if not apart:
+            return None
+        error = self._error(steps, apart)
+        if most.ends:
+            return error
+        if self._rank == 0:
+            LOG.warning(str(error))
+        return None
 
     def _error(
         self, steps: str, apart: Mapping[str, tuple[float, int, int]]
