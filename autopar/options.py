@@ -115,11 +115,11 @@ class Options(TypedDict, total=False):
         str,
         Option(
             "full keeps of each layer its input alone from forward to backward, "
-            "selective leaves out spelled-out attention scores and what ranks gather "
-            "of each other, elementwise what ops like silu or a cast make again in "
-            "registers of what is kept; auto chooses for each layer what takes the "
-            "least time and fits into --memory (default: elementwise where functions "
-            "are compiled, with --backend inductor or on a GPU, else none)",
+            "elementwise leaves out what ops like silu or a cast make again in "
+            "registers of what is kept, selective that, spelled-out attention scores "
+            "and what ranks gather of each other; auto chooses for each layer what "
+            "takes the least time and fits into --memory (default: elementwise where "
+            "functions are compiled, with --backend inductor or on a GPU, else none)",
             SEARCHED,
             RECOMPUTE,
             auto=True,

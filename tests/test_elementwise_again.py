@@ -140,4 +140,16 @@ def test_what_is_drawn_is_right_and_keeps_no_more(seed: int) -> None:
     ],
 )
 def test_it_goes_with_what_else_a_plan_has(mesh: str, options: dict) -> None:
-    llama().verify(mesh, 2, recompute="elementwise", **options)
+    for policy in "elementwise", "selective":
+        llama().verify(mesh, 2, recompute=policy, **options)
+
+
+def test_selective_leaves_out_what_ranks_gather_too() -> None:
+    case = layered(*(Gated() for _ in range(4)))
+    for mesh, apart in ("", False), ("tp=2", True):
+        kept = {
+            policy: case.compile(mesh, recompute=policy).stages[0].footprint.residuals
+            for policy in ("none", "elementwise", "selective", "full")
+        }
+        assert sorted(kept, key=kept.__getitem__, reverse=True) == list(kept), mesh
+        assert (kept["selective"] < kept["elementwise"]) == apart, mesh

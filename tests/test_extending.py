@@ -35,7 +35,7 @@ from autopar.passes.schedule.make_schedule import (
 from autopar.passes.schedule.schedule import Schedule
 from autopar.passes.search.by_formula import in_flight
 from autopar.passes.search.candidates import searched
-from autopar.passes.stage.recompute import POLICIES, Run
+from autopar.passes.stage.recompute import POLICIES, Again, Run
 from autopar.runtime.comm.comm import Comm
 
 
@@ -142,9 +142,10 @@ def test_a_mesh_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- A recomputation policy -------------------------------------------------------
 
 
-def rowwise(run: Run) -> set[str]:
+def rowwise(run: Run) -> Again:
     """What ops make of a row at a time, which costs little to make again."""
-    return {v.name for n in run.forward if op_of(n).rowwise for v in n.results}
+    rows = (n for n in run.forward if op_of(n).rowwise)
+    return Again({v.name for n in rows for v in n.results})
 
 
 @pytest.mark.slow

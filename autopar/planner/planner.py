@@ -25,7 +25,7 @@ from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.errors import LossNotSeparable
 from autopar.passes.mesh import CONTEXT, EXPERT, TENSOR, Mesh
-from autopar.passes.plan import RECOMPUTE, Plan, PlanError
+from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.price_layers import (
@@ -270,11 +270,7 @@ def make_space(
         TENSOR: tuple(t for t in tp if cluster.devices % t == 0),
         CONTEXT: _context_sizes(of, cluster, global_batch, node),
         EXPERT: (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
-        "recompute": tuple(
-            policy
-            for policy in RECOMPUTE
-            if policy != "selective" or of.has_attention_scores
-        ),
+        "has_scores": of.has_attention_scores,
     }
     return Space(cluster, global_batch, of.runs, **{**sizes, **decided}, groups=groups)
 

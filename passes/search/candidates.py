@@ -35,7 +35,8 @@ class Space:
     global_batch: samples of a step. runs: of layers in the model. tp, cp, ep: sizes
     that these axes may have. mesh: axes whose sizes are decided already. shape: sizes
     of axes, in order, whose meaning is not. microbatches: if decided; stages_per_rank:
-    the same. context_parallel: see `contexts`. groups: see `passes.shard.query_groups`.
+    the same. has_scores: whether attention is spelled out in the model.
+    context_parallel: see `contexts`. groups: see `passes.shard.query_groups`.
     """
 
     cluster: Cluster
@@ -51,6 +52,7 @@ class Space:
     stages_per_rank: tuple[int, ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = RECOMPUTE
+    has_scores: bool = True
     context_parallel: tuple[str, ...] = tuple(CONTEXT_PARALLEL)
     groups: Groups = frozenset()
 
@@ -69,7 +71,7 @@ def candidates(space: Space) -> Iterator[Candidate]:
                 _pipelines(space, mesh, microbatches),
                 contexts(space, mesh)[:1],
                 space.zero,
-                space.recompute,
+                _policies(space, mesh),
             )
             for (schedule, per_rank), context, zero, recompute in choices:
                 candidate = Candidate(
@@ -77,6 +79,16 @@ def candidates(space: Space) -> Iterator[Candidate]:
                 )
                 if zero == candidate.shares and (zero or not mesh.needs_zero):
                     yield candidate
+
+
+def _policies(space: Space, mesh: Mesh) -> tuple[str, ...]:
+    """Those of recomputation: without scores and what ranks gather of each other,
+    selective leaves out what elementwise does."""
+    both = {"elementwise", "selective"} <= {*space.recompute}
+    inner = (a for a, n in mesh.stage_axes if n > 1)
+    if not both or space.has_scores or not all(AXES[a].splits_samples for a in inner):
+        return space.recompute
+    return tuple(policy for policy in space.recompute if policy != "selective")
 
 
 def contexts(space: Space, mesh: Mesh) -> tuple[str, ...]:

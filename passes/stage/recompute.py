@@ -2,8 +2,8 @@
 
 elementwise  what elementwise ops make of what is kept is made again where elementwise
              ops of the backward read it, in registers, see `elementwise_again`.
-selective    the core of attention, what has a row and a column for each token, is made
-             again where the model spells it out (Korthikanti 2022, section 5). A fused
+selective    so is the core of attention, what has a row and a column for each token,
+             where the model spells it out (Korthikanti 2022, section 5). A fused
              attention kernel keeps none of it anyway. What ranks gather of each other
              is gathered again, and each keeps its own part (section 4.2.2).
 full         of each layer only what enters it is kept (GPipe's re-materialisation,
@@ -16,6 +16,7 @@ read, by the very same nodes, so that gradients are bitwise as without.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from ..dims.name_dims import Dims
@@ -40,14 +41,17 @@ def recompute(
     shapes, which are those of every rank. dims: the named dims of their values. there:
     names of what both can read at any time.
     """
-    used = {*policies.values()} - {"none"}
-    if not used:
+    used = {*policies.values()}
+    if used <= {"none"}:
         return list(backward)
     stage = Run(whole, forward, backward, dims, there)
-    remade = {name: POLICIES[name](stage) for name in used}
+    remade = {name: POLICIES[name](stage) for name in {"none", *used}}
+
+    def again_in(layer: str) -> Again:
+        return remade[policies.get(layer, "none")]
 
     def chosen(layer: str, v: Value) -> bool:
-        return v.name in remade.get(policies.get(layer, "none"), ())
+        return v.name in again_in(layer).names
 
     dropped = _dropped(forward, keep, chosen)
     producers = {v.name: n for n in forward for v in n.results}
@@ -62,9 +66,11 @@ def recompute(
             v.name for v in node.operands if v.name in dropped and v.name not in made
         ]
         for layer in dict.fromkeys(producers[name].location.layer for name in missing):
-            needs = wanted[layer] - made
-            if policies.get(layer) in WHERE_READ:
-                needs &= set(missing)
+            alone = again_in(layer).where_read
+            own = {n for n in missing if producers[n].location.layer == layer}
+            needs = own & alone
+            if own - alone:
+                needs |= wanted[layer] - alone - made
             again = _closure(needs, dropped - made, producers)
             for one in sorted(again, key=lambda n: order[id(n)]):
                 new = _only(one, {v.name for v in one.results} & dropped - made)
@@ -159,36 +165,50 @@ class Run:
     there: Collection[str]
 
 
-def none(_: Run) -> set[str]:
+@dataclass(frozen=True)
+class Again:
+    """Names of the values that the backward makes again: those of a layer at once,
+    right before its backward begins, or each where it is read."""
+
+    at_once: AbstractSet[str] = frozenset()
+    where_read: AbstractSet[str] = frozenset()
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        return self.at_once | self.where_read
+
+
+def none(_: Run) -> Again:
     """Keeps all."""
-    return set()
+    return Again()
 
 
-def elementwise(run: Run) -> set[str]:
+def elementwise(run: Run) -> Again:
     """What costs little where elementwise ops run as one."""
-    return elementwise_again(run.forward, run.backward, run.there)
+    names = elementwise_again(run.forward, run.backward, run.there)
+    return Again(where_read=names)
 
 
-def selective(run: Run) -> set[str]:
-    """The core of attention, and what ranks gather of each other."""
-    large = squares(run.whole, run.dims)
-    return add_unnamed(large, run.forward, run.dims) | gathered(run.forward)
+def selective(run: Run) -> Again:
+    """That, the core of attention, and what ranks gather of each other."""
+    large = add_unnamed(squares(run.whole, run.dims), run.forward, run.dims)
+    large |= gathered(run.forward)
+    return Again(large, elementwise(run).where_read - large)
 
 
-def full(run: Run) -> set[str]:
+def full(run: Run) -> Again:
     """All that a layer makes."""
-    return {v.name for n in run.forward for v in n.results}
+    return Again({v.name for n in run.forward for v in n.results})
 
 
-# Returns the names of values that the backward makes again.
-Policy = Callable[[Run], set[str]]
+# By what they keep, most first.
+Policy = Callable[[Run], Again]
 POLICIES: dict[str, Policy] = {
     "none": none,
     "elementwise": elementwise,
     "selective": selective,
     "full": full,
 }
-WHERE_READ = ("elementwise",)
 
 
 def _closure(
