@@ -12,7 +12,7 @@ from models import llama
 from processes import run_ranks
 from torch.optim import AdamW
 
-from autopar.passes.plan import RECOMPUTE
+from autopar.passes.price.symbolic import KORTHIKANTI
 from autopar.passes.program import Program
 from autopar.passes.schedule.make_schedule import make_schedule
 from autopar.passes.schedule.messages import (
@@ -52,7 +52,7 @@ def bytes_of_a_layer(policy: str, mesh: str, **options: Any) -> float:
 
 
 @pytest.mark.matrix(quick=3)
-@pytest.mark.parametrize("policy", RECOMPUTE)
+@pytest.mark.parametrize("policy", KORTHIKANTI)
 @pytest.mark.parametrize(
     ("mesh", "sequence_parallel"), [("", True), ("tp=2", True), ("tp=2", False)]
 )
