@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from cases import Case, run_all_ranks
 from models import gpt2, llama, plain_gpt, token_batch
 from torch import Tensor, nn
+
+from autopar.passes.stage.elementwise_again import SINK, SOURCE, _minimum_cut
 
 WIDTH = 16
 POINTWISE: list[Callable[[Tensor], Tensor]] = [
@@ -126,6 +130,34 @@ def test_what_is_drawn_is_right_and_keeps_no_more(seed: int) -> None:
     case.verify("pp=3" if seed % 2 else "tp=2", 2, recompute="elementwise")
     kept = residuals(case, "none")
     assert residuals(case, "full") <= residuals(case, "elementwise") <= kept
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cut_is_the_least_of_all(seed: int) -> None:
+    """Of drawn values, each made of earlier ones or coming from outside."""
+    draw = random.Random(seed)
+    widths = tuple(draw.randint(1, 5) for _ in range(6))
+    open_to: set[tuple[int, int]] = {(SOURCE, 0), (11, SINK)}
+    for i in range(1, 6):
+        sources = draw.sample(range(i), draw.randint(0, min(i, 2)))
+        open_to |= {(2 * s + 1, 2 * i) for s in sources} or {(SOURCE, 2 * i)}
+        open_to |= {(2 * i + 1, SINK)} if draw.random() < 0.3 else set()
+    comes = {b // 2 for a, b in open_to if a == SOURCE}
+    made_of = {i: [a // 2 for a, b in open_to if b == 2 * i] for i in range(6)}
+
+    def makes_all(kept: frozenset[int]) -> bool:
+        """Whether what is read can be made of what is kept."""
+
+        def made(i: int) -> bool:
+            return i in kept or (i not in comes and all(map(made, made_of[i])))
+
+        return all(made(a // 2) for a, b in open_to if b == SINK)
+
+    beyond = _minimum_cut(widths, tuple(sorted(open_to)))
+    kept = frozenset(i for i in range(6) if 2 * i not in beyond and 2 * i + 1 in beyond)
+    every = (frozenset(x) for n in range(7) for x in combinations(range(6), n))
+    least = min(sum(widths[i] for i in x) for x in every if makes_all(x))
+    assert makes_all(kept) and sum(widths[i] for i in kept) == least
 
 
 @pytest.mark.slow

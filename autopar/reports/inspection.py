@@ -25,7 +25,7 @@ from autopar.reports.memory_table import memory_table
 from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern
 from autopar.reports.sharing import share_table, shares
-from autopar.reports.simulation import simulate_program
+from autopar.reports.simulation import simulate_estimate, simulate_program
 from autopar.reports.tables import Table, ranges
 from autopar.runtime.execute.emitted import Message, Messages, sends_of
 from autopar.runtime.parameters.shards import local_shape
@@ -235,7 +235,8 @@ def schedule_text(program: Program, cluster: Cluster | None = None) -> str:
     """The grid of the schedule, the step on paper, and the microbatches in flight.
     cluster: by whose prices it was compiled; None: this machine's."""
     schedule, devices = program.schedule, devices_of(program, cluster)
-    run = simulate_program(program, devices)
+    e = estimate_program(program, devices)
+    run = simulate_estimate(e, devices.contention(program.mesh))
     flight = " ".join(map(str, run.timeline.in_flight))
     asked = program.plan.schedule
     name = schedule.name if schedule.name == asked else f"{asked} ({schedule.name})"
@@ -244,12 +245,11 @@ def schedule_text(program: Program, cluster: Cluster | None = None) -> str:
     if program.plan.stages_per_rank > 1:
         lines.append("before the letter is the stage, after it the microbatch")
         counted = "(stage, microbatch) pairs"
-    priced = how_priced(estimate_program(program, devices), devices)
     taken = f"{program.mesh.size} of " * (devices.devices > program.mesh.size)
     told = (
         f"estimated {seconds(run.total)} a step on {taken}{devices}, bubble "
         f"{run.timeline.bubble:.1%}, most {counted} in flight by rank: {flight}",
-        priced,
+        how_priced(e, devices),
     )
     drawn = [*map(wrap, lines), "", grid(schedule, width()), *map(wrap, told)]
     return "\n".join(drawn)

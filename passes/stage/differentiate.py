@@ -23,7 +23,6 @@ from ..stage.check_stage import check_shapes
 from ..stage.fuse import add_together, fuse_bias, materialize_masks
 from ..stage.local_stage import LocalStage
 from ..stage.localize import Localizer
-from ..stage.outline import gather_runs, passed_on
 from ..stage.overlap import (
     await_gradients,
     by_layer,
@@ -34,6 +33,7 @@ from ..stage.overlap import (
 )
 from ..stage.recompute import recompute
 from ..stage.reuse import own_residuals, reuse
+from ..stage.runs import gather_runs, passed_on
 from ..stage.split_backward import find_dependent, split_backward
 from ..stage.split_stages import Stage
 from ..stage.write_backward import Writer

@@ -14,8 +14,8 @@ import torch
 
 from ..graph import Location, Node, Value
 from ..ops.attention import ATTENTION
-from ..stage.outline import is_sum
 from ..stage.reuse import ADD, ADD_EACH
+from ..stage.runs import is_sum
 
 # What does nothing at run time: R -> V, and a gradient that ends.
 ENDS_GRADIENT = "aten.detach.default"

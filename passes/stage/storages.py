@@ -11,8 +11,8 @@ from ..graph import Node, live_in
 from ..ops.op import op_of
 from ..shard.collectives import bytes_of
 from ..stage.local_stage import LocalStage
-from ..stage.outline import find_all_runs, passed_on
 from ..stage.reuse import find_owners, takes_memory
+from ..stage.runs import find_all_runs, passed_on
 
 
 class Storages:
