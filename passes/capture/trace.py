@@ -26,6 +26,7 @@ from ..capture.find_repeats import Watch, only_layers
 from ..capture.functionalize import functionalize
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
+from ..capture.order_tables import order_tables
 from ..capture.read_export import ExportReader
 from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
 from ..capture.unseen import refuse_hooks
@@ -297,9 +298,11 @@ def _read(
     nodes = tuple(reader.builder.nodes)
     graph = Graph(inputs, params, buffers, constants, nodes, reader.outputs)
     graph = functionalize(graph.verify(), reader.memory)
+    graph, names = order_tables(graph)
+    autocast = {names.get(v, v): dtype for v, dtype in reader.autocast.items()}
+    asked = tuple(replace(v, name=names.get(v.name, v.name)) for v in reader.asked)
     aliases, trainable = aliases_of(model), _trainable(model, graph)
-    traced = Traced(graph, aliases, literals, trainable, reader.autocast)
-    return replace(traced, asked=tuple(reader.asked))
+    return Traced(graph, aliases, literals, trainable, autocast, asked=asked)
 
 
 def _trainable(model: nn.Module, graph: Graph) -> frozenset[str]:
