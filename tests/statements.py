@@ -143,7 +143,7 @@ class _Reader:
             for part in returned(statement):
                 if isinstance(part, ast.List):
                     self.residuals = [ast.unparse(x) for x in part.elts]
-                    self.rows["saved"] = self.of(part.elts)
+                    self.rows["residuals"] = self.of(part.elts)
         if isinstance(statement, ast.AugAssign) and isinstance(
             statement.value, ast.List
         ):
@@ -158,7 +158,7 @@ class _Reader:
                 self.rows[_root(target)] = self.of(value.elts)
             return
         names, own = self.results(statement)
-        if ast.unparse(value) == "saved":
+        if ast.unparse(value) == "residuals":
             for name, source in zip(names, self.residuals, strict=False):
                 self.rows[name] = self.rows.get(source, [])
         for name in names:
@@ -174,7 +174,8 @@ class _Reader:
         found = DIMS.search(self.remark)
         if isinstance(value, ast.Name):
             alias = [self.dims.get(value.id)]
-            return names, self.rows.get("saved", []) if value.id == "saved" else alias
+            kept = value.id == "residuals"
+            return names, self.rows.get("residuals", []) if kept else alias
         call = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
         if call in self.parts:
             return names, self.returned.get(call, [])

@@ -46,7 +46,7 @@ def test_a_mutant_differs_in_one_statement():
     plan = PLANS[0]
     program = prepared(plan)[1]
     text = next(iter(program.modules.values()))
-    old = ("backward", "saved.clear()")
+    old = ("backward", "residuals.clear()")
     assert with_line(text, *old, "pass").count("    pass\n") == 1
     assert len(with_line(text, *old, None).split("\n")) == len(text.split("\n")) - 1
     for mutant in mutants(plan, program, each=1):

@@ -18,6 +18,7 @@ from torch import Tensor, finfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from autopar.passes.ops.op import selects
 from autopar.proof.chance import generator_of, uniform
 from autopar.proof.differences import differences
 from autopar.proof.in_double import in_double, tree_in_double
@@ -27,19 +28,6 @@ from autopar.proof.ranks import StepResult
 # but for rounding has a gradient or none, and some draws must have seen either.
 DRAWS = (3, 8, 32)
 LUCK = 4  # times more is allowed for a single number, as it may be near by luck
-# Ops whose results are among their operands: nothing is rounded, and who compares the
-# two finds them equal, as the derivative of a maximum does.
-SELECTING = frozenset(
-    (
-        *("amax", "amin", "aminmax", "max", "min", "maximum", "minimum"),
-        *("fmax", "fmin", "cummax", "cummin", "clamp", "clamp_min", "clamp_max"),
-        *("relu", "threshold", "where", "masked_fill", "constant_pad_nd"),
-        *("topk", "sort", "kthvalue", "mode", "median", "nanmedian"),
-        *("gather", "index", "index_select", "take", "embedding"),
-        *("cat", "stack", "clone", "flip", "roll", "repeat", "tril", "triu"),
-        *("select_backward", "slice_backward"),
-    )
-)
 
 
 class ReferenceRuns:
@@ -97,7 +85,8 @@ class Arithmetic(TorchDispatchMode):
 
     double: in float64, whatever dtypes an op is given. draw: each op's results are
     moved by up to half a unit in the last place, at random; None: they are not. Those
-    that were only selected stay, and integers, which mostly stand for what is exact:
+    that were only selected stay: who compares the two finds them equal, as the
+    derivative of a maximum does. So do integers, which mostly stand for what is exact:
     masks, positions.
     """
 
@@ -118,7 +107,7 @@ class Arithmetic(TorchDispatchMode):
             operands = tree_in_double(operands)
         result = func(*operands[0], **operands[1])
         name = func.overloadpacket.__name__.removesuffix("_")
-        if self.generator is None or func.is_view or name in SELECTING:
+        if self.generator is None or func.is_view or selects(f"aten.{name}"):
             return result
         if func._schema.is_mutable:
             tree_map(lambda x: x.copy_(self._moved(x)) if _is_real(x) else x, result)

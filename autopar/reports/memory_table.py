@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import fields
 
+from autopar.passes.mesh import PIPELINE
 from autopar.passes.plan import RECOMPUTE
 from autopar.passes.program import Program
 from autopar.passes.schedule.memory import RankMemory
@@ -28,7 +29,7 @@ def memory_table(program: Program) -> Table:
     return Table(
         "memory of a rank at its most"
         + (f", which may be {size(limit)}" if limit else ""),
-        ("pp", *terms, "sum", "recompute"),
+        (PIPELINE, *terms, "sum", "recompute"),
         rows,
         (
             "optimizer: two values for each one trained, as AdamW has. activations: of "

@@ -328,8 +328,8 @@ class Keeper:
 
     def add(self, node: Node, rows: Rows) -> Value | tuple | None:
         """`y.index_add(0, rows, values)`: those of rows that were not chosen are 0."""
-        bound = arguments(node)
-        y, dim, index, values = list(bound.values())[:4]
+        named = "source" if node.arg("src") is None else "src"
+        y, dim, index, values = node.named(f"self dim index {named}")
         added, dim = self.of(values), dim % len(y.shape)
         place = self.of(index)
         if self.of(y) or not added or not place or added.dim != dim:
@@ -337,12 +337,11 @@ class Keeper:
         if place.dim != (dim if len(index.shape) > 1 else 0):
             return None
         values = self.masked(values, rows, dim)
-        alpha = bound.get("alpha", 1)
+        alpha = arguments(node).get("alpha", 1)
         whole = values.shape == y.shape and index.shape in (y.shape, (rows.count,))
         if whole and self.counts([index], y.shape[dim : dim + 1]):
             return self.rewriter.emit("aten.add.Tensor", y, values, alpha=alpha)
-        args = (y, dim, index, values, *node.args[4:])
-        return self.rewriter.keep(replace(node, args=args))
+        return self.rewriter.keep(node.with_args(dim=dim, **{named: values}))
 
     def index_copy(self, node: Node, rows: Rows) -> Value | None:
         """`y.index_copy(0, rows, values)`."""

@@ -81,7 +81,7 @@ def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
         apart = around(rewriter, apart, part, dim + 1, start, start + 1)
         return rewriter.reshape(apart, base.shape)
     if step != 1:
-        return rewriter.like(node, node.op, base, part, *node.args[2:])
+        return rewriter.again(node, self=base, src=part)
     return around(rewriter, base, part, dim, start, end)
 
 
@@ -143,7 +143,8 @@ def spread(rewriter: Rewriter, x: Value) -> Value:
     if node is None or x.numel == 1:
         return x
     ones = (1,) * len(x.shape)
-    value = rewriter.emit(node.op, ones, *node.args[1:], dtype=x.dtype)
+    one = node.with_args(size=ones, dtype=x.dtype)
+    value = rewriter.emit(one.op, *one.args, **one.kwargs)
     return rewriter.expand(value, x.shape)
 
 

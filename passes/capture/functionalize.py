@@ -148,9 +148,8 @@ class _Memory:
         writes = self.writes.get(self._root(first), 0)
         if first in self.views and self.seen.get(first, 0) < writes:
             node = self.views[first]
-            args = (self.now(node.operands[0]), *node.args[1:])
             out = self.builder.value(first, node.out.shape, node.out.dtype)
-            self.builder.nodes.append(replace(node, args=args, outs=(out,)))
+            self.builder.nodes.append(replace(node.substitute(self.now), outs=(out,)))
             self.current[first], self.seen[first] = out, writes
         return self.current.get(first, v)
 
@@ -253,9 +252,9 @@ def _target(node: Node, known: _Memory, position: int) -> Value:
     """The tensor that a node writes to."""
     schema = _operator(node)._schema.arguments
     written = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
-    first = node.args[0] if node.args else None
-    if written == [schema[0].name] and isinstance(first, Value):
-        return first
+    first = schema[0].name
+    if written == [first] and isinstance(value := node.arg(first), Value):
+        return value
     # What the model keeps cannot be written by any form of the call.
     for name in written:
         if isinstance(value := node.kwargs.get(name), Value):

@@ -49,7 +49,7 @@ def _before_repeat(rewriter: Rewriter, x: Value, dim: int) -> Value | None:
     single = _before_repeat(rewriter, node.operands[0], before)
     if single is None:
         return None
-    return rewriter.emit(node.op, single, *node.args[1:], where=node.location)
+    return rewriter.again(node, self=single)
 
 
 def _before_expand(rewriter: Rewriter, merged: Node, dim: int) -> Value | None:

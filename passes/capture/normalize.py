@@ -210,7 +210,7 @@ def draw(rewriter: Rewriter, node: Node) -> Value | None:
     def apart(x: Value) -> Value:  # what is drawn has no derivative
         return rewriter.emit("aten.detach.default", x)
 
-    like = node.args[0] if node.args and isinstance(node.args[0], Value) else None
+    like = next(iter(node.operands), None)
     if like is None or like.shape != out.shape:
         like = rewriter.emit("aten.zeros.default", out.shape, dtype=dtype)
     made = Value("", out.shape, dtype)

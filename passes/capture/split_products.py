@@ -204,10 +204,7 @@ def emit_split(
     turned = rewriter.producer(x, "aten.t", "aten.numpy_T", "aten.transpose")
     if turned is not None and len(x.shape) == 2:
         pieces = emit_split(rewriter, turned.operands[0], sizes, 1 - dim)
-        return tuple(
-            rewriter.emit(turned.op, piece, *turned.args[1:], where=turned.location)
-            for piece in pieces
-        )
+        return tuple(rewriter.again(turned, self=piece) for piece in pieces)
     shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in sizes]
     outs = tuple(Value("piece", shape, x.dtype) for shape in shapes)
     op, args = "aten.split_with_sizes.default", (x, sizes, dim)

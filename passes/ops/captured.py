@@ -114,7 +114,9 @@ OPS = (
         values="moved",
         shrunk=shrunk.repeat,
     ),
-    Op("aten.index", "self indices", extents=extents.indexed, counts=True),
+    Op(
+        "aten.index", "self indices", extents=extents.indexed, counts=True, selects=True
+    ),
     Op(
         "aten.index_select",
         "self dim index",

@@ -138,6 +138,7 @@ OPS = (
         traced_if=lambda cts, node: not cts.is_param(node.operands[0]),
         finite="kept",
         looks_up="weight indices 0",
+        selects=True,
     ),
     Op(
         "comm.lookup", "table ids rows axes padding", derivative=d_lookup, called_with=4
@@ -153,6 +154,7 @@ OPS = (
     ),
     Op("comm.pick", "x index ignored extent axes", derivative=d_pick),
     Op("aten.embedding_bag", looks_up="weight indices 0"),
+    Op("aten.take", selects=True),
     Op("aten.take_along_dim", looks_up="self indices dim"),
     Op("aten.index_add", looks_up="self index dim", autocast="equal"),
     *(
@@ -184,6 +186,7 @@ OPS = (
         "self dim index",
         "default(x(a, b, c), -1, ints(a, b, d)); default(x(b, c), 1, ints(b, d)); "
         "default(x(b, c, d), 0, ints(a, c, d)); default(x(c, d), 1, ints(b, d))",
+        selects=True,
     ),
     _along(
         "scatter",

@@ -123,8 +123,10 @@ class Op:
     elements: of a result of its operand's shape: the "same" at each place, "cast" to
     another dtype, or "like" them: made of that one alone, or of none.
     values: the integers in its result are those of its first operand, "moved", or some
-    are "replaced" by others. looks_up: the arguments that are a table, what picks its
-    rows, and the table's dim, or that dim. labels: the argument with a loss's classes.
+    are "replaced" by others. selects: whether what its results hold is in its operands,
+    where neither `values` nor `elements` says so. looks_up: the arguments that are a
+    table, what picks its rows, and the table's dim, or that dim. labels: the argument
+    with a loss's classes.
     autocast: what torch.autocast computes it in: "low" precision, "wide" numbers, or
     the dtype that makes operands "equal". lowered: how many operands low precision
     casts, None: all.
@@ -167,6 +169,7 @@ class Op:
     view: Literal["", "shape", "order", "same", "copies", "part"] = ""
     elements: Elements = ""
     values: Literal["", "moved", "replaced"] = ""
+    selects: bool = False
     looks_up: str = ""
     labels: str = ""
     autocast: Autocast = ""
@@ -239,6 +242,14 @@ def unknown(name: str) -> Op:
 def is_usual(node: Node) -> bool:
     """Whether the node's op has the overload that its declaration speaks of."""
     return node.op == op_of(node).op
+
+
+def selects(name: str) -> bool:
+    """Whether an op rounds nothing, as what its results hold is in its operands, whose
+    places it may change. name: without overload."""
+    op = OPS.get(name) or unknown(name)
+    moves = op.values and not {"accumulate", "reduce"}.intersection(op.heeds.split())
+    return op.selects or bool(moves) or op.elements == "same"
 
 
 def is_view(node: Node) -> bool:

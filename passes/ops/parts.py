@@ -54,7 +54,7 @@ Written = tuple[str, tuple[Any, ...]]
 
 
 def into_slice(view: Node, base: Value, part: Value) -> Written:
-    return "aten.slice_scatter.default", (base, part, *view.args[1:])
+    return "aten.slice_scatter.default", (base, part, *view.named("dim start end step"))
 
 
 def into_narrow(view: Node, base: Value, part: Value) -> Written:
@@ -68,7 +68,7 @@ def into_row(view: Node, base: Value, part: Value) -> Written:
 
 def turned_again(view: Node, base: Value, part: Value) -> Written:
     """Two dims that change places do so again."""
-    return view.op, (part, *view.args[1:])
+    return view.op, view.with_args(self=part).args
 
 
 def turned_back(view: Node, base: Value, part: Value) -> Written:

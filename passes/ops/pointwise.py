@@ -126,7 +126,7 @@ OPS = (
         autocast="wide",
     ),
     Op("aten.gelu", keeps=(0,), row_by_row=True, finite="kept"),
-    Op("aten.relu", keeps=(0,), row_by_row=True, finite="kept"),
+    Op("aten.relu", keeps=(0,), row_by_row=True, finite="kept", selects=True),
     Op("aten.sigmoid", row_by_row=True, finite="always"),
     Op("aten.tanh", row_by_row=True, finite="always"),
     Op("aten.clamp", row_by_row=True, finite="kept", values="replaced"),
@@ -157,6 +157,8 @@ OPS = (
         for name in ("gt", "ge", "lt", "le")
     ),
     Op("aten.clamp_min", values="replaced"),
+    *(Op(f"aten.{name}", selects=True) for name in ("clamp_max", "fmax", "fmin")),
+    Op("aten.threshold", selects=True),
     Op("aten.softplus", finite="kept", autocast="wide"),
     *(
         Op(f"aten.{name}", autocast="wide")

@@ -118,6 +118,7 @@ OPS = (
         "default(x(a, b, c), (-1,)); default(x(a, b), (0,), keepdim=True)",
         spelling="torch.amax",
         finite="kept",
+        selects=True,
     ),
     Op(
         "aten.var",
@@ -187,6 +188,7 @@ OPS = (
         "default(x(a, b, c), 2); default(x(a, c, b), 2, 1)",
         sizes=count_of_topmost,
         finite="kept",
+        selects=True,
     ),
     Op(
         "aten.sort",
@@ -194,6 +196,7 @@ OPS = (
         topmost,
         "default(x(a, b, c), 0)",
         finite="kept",
+        selects=True,
     ),
     Op(
         "aten.max",
@@ -201,6 +204,7 @@ OPS = (
         extreme,
         "dim(x(a, b, c), -1); default(x(a, b)); other(x(a, 1, b), x(c, 1))",
         finite="kept",
+        selects=True,
     ),
     Op(
         "aten.min",
@@ -208,7 +212,11 @@ OPS = (
         extreme,
         "dim(x(a, b, c), 0, True)",
         finite="kept",
+        selects=True,
     ),
+    *(Op(f"aten.{name}", selects=True) for name in ("amin", "aminmax", "kthvalue")),
+    *(Op(f"aten.{name}", selects=True) for name in ("median", "nanmedian", "mode")),
+    *(Op(f"aten.{name}", selects=True) for name in ("cummax", "cummin")),
     Op(
         "aten.layer_norm",
         "input normalized_shape weight bias eps cudnn_enable",

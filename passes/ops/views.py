@@ -20,9 +20,8 @@ def moved(node: Node) -> str:
     """Dims in another order: the one that dims of distinct extents come out in."""
     x = letters(len(node.operands[0].shape))
     extents = range(2, 2 + len(x))
-    out = resolve(node.op)(
-        torch.empty(tuple(extents), device="meta"), *node.args[1:], **node.kwargs
-    )
+    one = node.substitute(lambda _: torch.empty(tuple(extents), device="meta"))
+    out = resolve(one.op)(*one.args, **one.kwargs)
     return spell(x, [x[extents.index(n)] for n in out.shape])
 
 
@@ -209,6 +208,7 @@ OPS = (
     ),
     Op("aten.unfold", view="copies"),
     *(Op(f"aten.{name}", values="moved") for name in ("flip", "unsafe_split")),
+    *(Op(f"aten.{name}_backward", selects=True) for name in ("select", "slice")),
     Op("aten.as_strided", view="copies"),
     Op(
         "aten.slice",

@@ -87,7 +87,7 @@ def check_writes(
             if v.name in gone:
                 raise InvalidGraph(f"{node} reads {v}, which was written over")
         if node.op in (ADD, ADD_EACH):
-            for v in values_in(node.args[0]):
+            for v in values_in(node.arg("into") or node.arg("sums")):
                 if v.name not in owners:
                     raise InvalidGraph(f"{node} adds to {v}, which is not its own")
         elif is_in_place(node):

@@ -255,7 +255,7 @@ class _Emitter:
             residuals = [v for v in handed[i] if v.name in part.read]
             rows = between.rows_between(i - 1, i) if i else []
             lines = function.arrive(entering[i], residuals, rows)
-            takes = ["c", "p", "g", "k", "b", "saved"] if i else ["c", "p", "k", "b"]
+            takes = ("c p g k b residuals" if i else "c p k b").split()
             takes += map(function.name, entering[i])
             last = i == len(parts) - 1
             handed_on = [] if last else handed[i + 1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import keyword
 
 # Arguments of functions, what they keep, modules that are imported.
-MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
+MODULES = ("torch", "F", "kernels", "aten")
+MEANT = ("c", "p", "g", "k", "b", "i", "residuals", "made", *MODULES)
 RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})
 # Functions that an executor calls, with tables and collectives.
 FORWARD_ENTRIES = ("setup", "prologue", "forward", "epilogue")

@@ -81,7 +81,8 @@ class Function:
             self.name(v)
         names = [*map(self.name, residuals), *map(self.rows_name, rows)]
         self.arrived = [*arguments, *residuals]
-        return [f"[{', '.join(names)}] = saved", "saved.clear()"] if names else []
+        taken = f"[{', '.join(names)}] = residuals"
+        return [taken, "residuals.clear()"] if names else []
 
     def body(self, items: Sequence[Item], results: Sequence[Value]) -> list[str]:
         """The items as text, with each local deleted after its last use."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import AXES, PIPELINE
 from autopar.version import VERSION
 
 SCRIPTS = (
@@ -21,7 +22,8 @@ SLOT = re.compile(r"<!-- (\w+) -->")
 
 def page(plans: Sequence[dict[str, Any]]) -> str:
     """One HTML file of one plan, or of two beside each other. plans: see `gather`."""
-    data = {"version": VERSION, "plans": list(plans)}
+    mesh = {"axes": [*AXES], "pipeline": PIPELINE}
+    data = {"version": VERSION, **mesh, "plans": list(plans)}
     # In a script element only `</` could end it.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     title = " and ".join(plan["name"] for plan in plans)

@@ -108,7 +108,11 @@ const empty = (text, command) => h("div", { class: "panel empty" }, h("p", { sty
 /** A word of a shell's command. */
 const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 const compileCommand = (plan) => `autopar compile ${quoted(plan.model)} --plan ${quoted(plan.folder)} -o ${quoted(plan.folder)}`;
-const axisColor = (axis) => `var(--${axis || "whole"}, var(--whole))`;
+const COLORS = 7; // of axes, see style.css
+const axisColor = (axis) => {
+  const place = DATA.axes.indexOf(axis);
+  return `var(${place < 0 ? "--whole" : `--axis-${place % COLORS}`})`;
+};
 /** A colour of the page as the canvas takes it. */
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 

@@ -128,7 +128,7 @@ function rankBars(parent, plan, pick, current) {
         d3.select(this).append("rect").attr("x", x(i)).attr("width", x.bandwidth()).attr("y", y(below + p[name])).attr("height", y(below) - y(below + p[name])).attr("style", `fill:var(--${variable});opacity:${i === current() ? 1 : 0.55}`);
         below += p[name];
       }
-      if (ranks <= 40 || i % 4 === 0) d3.select(this).append("text").attr("x", x(i) + x.bandwidth() / 2).attr("y", 142).attr("text-anchor", "middle").text(ranks <= 12 ? `pp ${i}` : i);
+      if (ranks <= 40 || i % 4 === 0) d3.select(this).append("text").attr("x", x(i) + x.bandwidth() / 2).attr("y", 142).attr("text-anchor", "middle").text(ranks <= 12 ? `${DATA.pipeline} ${i}` : i);
     });
     if (limit && limit <= top) svg.append("line").attr("class", "limit").attr("x1", 66).attr("x2", width - 12).attr("y1", y(limit)).attr("y2", y(limit));
   });

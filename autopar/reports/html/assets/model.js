@@ -124,7 +124,7 @@ function renderModel(root, plan) {
     draw();
   } }, name));
   const fold = (open) => h("button", { onclick: () => root.querySelectorAll(`.row .name button[aria-expanded="${!open}"]`).forEach((b) => b.click()) }, open ? "open all" : "fold all");
-  const own = plan.mesh.axes.filter(([, n]) => n > 1).map(([a]) => a).filter((a) => a !== "pp");
+  const own = plan.mesh.axes.filter(([, n]) => n > 1).map(([a]) => a).filter((a) => a !== DATA.pipeline);
   /** Shows an op that computes before any was pointed at. */
   const first = () => {
     const button = [...body.querySelectorAll(".row[data-layer]:not([data-layer='']) .cell, .cell")].find((b) => /linear|affine|matmul|mm/.test(b.textContent)) || body.querySelector(".cell");

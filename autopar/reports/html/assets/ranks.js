@@ -17,23 +17,24 @@ function groupOf(plan, rank, axes) {
   return [...new Set(found)].sort((a, b) => a - b);
 }
 const placeText = (plan, rank) => Object.entries(coordsOf(plan, rank)).map(([a, i]) => `${a}=${i}`).join(", ");
+const pipelineRank = (plan, rank) => coordsOf(plan, rank)[DATA.pipeline] || 0;
 function stagesOf(plan, rank) {
-  const pp = coordsOf(plan, rank).pp || 0;
-  return plan.step.stage_to_rank.flatMap((r, i) => (r === pp ? [i] : []));
+  const own = pipelineRank(plan, rank);
+  return plan.step.stage_to_rank.flatMap((r, i) => (r === own ? [i] : []));
 }
 function moduleOf(plan, rank, stage) {
-  const own = Object.entries(coordsOf(plan, rank)).filter(([a]) => a !== "pp").map(([a, i]) => `${a}=${i}`).join(",");
+  const own = Object.entries(coordsOf(plan, rank)).filter(([a]) => a !== DATA.pipeline).map(([a, i]) => `${a}=${i}`).join(",");
   return plan.module_of[stage][own];
 }
 /** Neighbours in the pipeline: those that a rank's sends go to. */
 function pipelinePeers(plan, rank) {
-  const stages = stagesOf(plan, rank), own = coordsOf(plan, rank).pp || 0;
+  const stages = stagesOf(plan, rank), own = pipelineRank(plan, rank);
   const to = new Set();
   for (const s of stages) for (const next of [s - 1, s + 1]) {
-    const pp = plan.step.stage_to_rank[next];
-    if (pp !== undefined && pp !== own) to.add(pp);
+    const at = plan.step.stage_to_rank[next];
+    if (at !== undefined && at !== own) to.add(at);
   }
-  return groupOf(plan, rank, ["pp"]).filter((r) => to.has(coordsOf(plan, r).pp));
+  return groupOf(plan, rank, [DATA.pipeline]).filter((r) => to.has(pipelineRank(plan, r)));
 }
 /** Those that share a weight of several stages: its gradient is summed over them. */
 function tiedPeers(plan, rank, axes) {
@@ -42,11 +43,11 @@ function tiedPeers(plan, rank, axes) {
 }
 function peersOf(plan, rank, { axes, sends }) {
   if (sends) return pipelinePeers(plan, rank);
-  return axes.includes("pp") && plan.inspect ? tiedPeers(plan, rank, axes) : groupOf(plan, rank, axes);
+  return axes.includes(DATA.pipeline) && plan.inspect ? tiedPeers(plan, rank, axes) : groupOf(plan, rank, axes);
 }
 function trafficOf(plan, rank) {
   if (!plan.inspect) {
-    return plan.mesh.axes.filter(([, n]) => n > 1).map(([axis]) => ({ axes: [axis], kinds: [], bytes: null, sends: axis === "pp" }));
+    return plan.mesh.axes.filter(([, n]) => n > 1).map(([axis]) => ({ axes: [axis], kinds: [], bytes: null, sends: axis === DATA.pipeline }));
   }
   const rows = new Map();
   for (const c of plan.inspect.communication) {
@@ -140,7 +141,7 @@ function rankPanel(plan, rank) {
 }
 function renderRanks(root, plan) {
   if (!plan.mesh) { root.append(empty("No plan here.")); return; }
-  const shown = { rank: 0, axis: (plan.mesh.axes.find(([, n]) => n > 1) || ["pp"])[0] };
+  const shown = { rank: 0, axis: (plan.mesh.axes.find(([, n]) => n > 1) || [DATA.pipeline])[0] };
   const grid = h("div"), side = h("div", { class: "panel", "aria-live": "polite" }), code = h("div", { class: "panel" });
   const label = () => `the mesh of ${plan.mesh.size} ranks; arrow keys move from rank to rank`;
   let layout = null;

@@ -1,5 +1,5 @@
 // A run: what it logged, beside what was predicted.
-const LINES = ["--F", "--B", "--W", "--tp", "--once"].map((v) => `var(${v})`);
+const LINES = ["--F", "--B", "--W", "--axis-5", "--once"].map((v) => `var(${v})`);
 const SERIES = [["loss", "loss", (v) => v.toFixed(4)], ["grad_norm", "gradient norm", three], ["tokens_per_second", "tokens a second", (v) => count(v)], ["mfu", "MFU", percent], ["lr", "learning rate", (v) => v.toExponential(2)]];
 function predictedSpeed(plan) { return plan.step && plan.tokens ? plan.tokens / plan.step.run.seconds : null; }
 function seriesOf(plans, key) {

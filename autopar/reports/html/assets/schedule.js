@@ -144,7 +144,7 @@ class Gantt {
     context.textAlign = "right";
     context.fillStyle = c.soft;
     const every = this.lane < 14 ? 4 : 1;
-    for (let rank = 0; rank < this.ranks; rank += every) context.fillText(`pp ${rank}`, this.left - 8, this.top + rank * this.lane + this.lane * 0.35);
+    for (let rank = 0; rank < this.ranks; rank += every) context.fillText(`${DATA.pipeline} ${rank}`, this.left - 8, this.top + rank * this.lane + this.lane * 0.35);
     context.textAlign = "center";
     context.strokeStyle = c.line;
     context.lineWidth = 1;
