@@ -59,7 +59,7 @@ class Option:
 class Options(TypedDict, total=False):
     """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
 
-    See `passes.schedule.make_schedule`, `passes.stage.recompute`, `passes.shard.hints`,
+    See `passes.schedule.make_schedule`, `passes.recompute`, `passes.shard.hints`,
     `passes.shard.parameter_sharding` (ZeRO), `passes.capture.lower_precision` and
     `autopar.runtime.parameters.offload`.
     """

@@ -5,7 +5,11 @@
                trace               Traced    the model's forward, down to the loss
                lower_precision     Traced    casts, where autocast would compute so
                normalize           Traced    one spelling for each thing
+               find_input_ranges   InputRange  what integers of a batch may be
     dims       name_dims           Named     what each dim of each tensor is
+    schedule   make_schedule       Schedule  what each rank does in turn: the one named,
+               fit_schedule                  or one made for what stages take
+    recompute  POLICIES                      what the backward makes again
     shard      few_layers          FewLayers layers that do the same: few are lowered
                split_groups        Plan      tp in two, where ranks share heads of keys
                propagate           Sharded   which axis splits which dim, of every value
@@ -15,28 +19,26 @@
     stage      split_stages        Staged    pipeline stages of balanced cost
                localize                      from global shapes to one rank's own
                differentiate       LocalStage  forward, backward, transposed collectives
-               recompute                     what the backward makes again
                split_backward                the halves that zero-bubble schedules want
                overlap                       parameters' collectives beside computing
                reuse                         results written over what nobody reads
                outline, find_loops           equal runs as functions, layers as a loop
                emit                text      readable Python
-    schedule   choose_schedule     Schedule  the one named, or one made for the costs;
-                                             `schedule_stages` prices all stages for it
-    pipeline                       Program   all of these in turn: `emit_modules` those
-                                             of each stage and kind of rank, `assemble`
-                                             what ranks need to know beside the texts
+    pipeline                       Program   all of these in turn: `schedule_stages`
+                                             prices stages and chooses a schedule,
+                                             `emit_modules` emits each stage and kind of
+                                             rank, `assemble` says what ranks need to
+                                             know beside the texts
 
 What to compile is found beside it:
 
     price      price, estimate     Estimate  seconds and bytes of a plan, on paper
     search     search              Ranking   the best plans; what each op splits best
                choose_recompute    Staged    what is computed again, to fit into memory
-    proof      find_input_ranges   InputRange  what integers of a batch may be
-               differs             Difference  of a large text from its small one, which
+    proof      differs             Difference  of a large text from its small one, which
                                              is run beside the model
 
-A folder imports those above it, never one below. All stand on the types that flow:
-graph, mesh, plan, program, errors; and on cost, what a node takes.
+A folder imports those above it, never one below; each stands on the types that flow, as
+far as they are made of what is above it: errors, graph, mesh; plan; program.
 `pipeline.compile_program` shows the whole way on a page.
 """

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from .capture.input_ranges import InputRange
 from .emit_modules import EmittedStage
 from .graph import Value
 from .mesh import TIME
 from .ops.attention import ring_of
 from .program import OutputSpec, ParameterSpec, Program, StageSpec, dtype_name
-from .proof.input_ranges import InputRange
-from .schedule.footprint import communication
 from .schedule_stages import Scheduled
 from .shard.collectives import collective
 from .shard.parameter_sharding import gathered_axes
+from .stage.count_footprint import communication
 from .stage.local_stage import LocalStage
 from .stage.split_stages import Staged
 

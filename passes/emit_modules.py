@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from .choose_schedule import splits_backward
 from .program import coords_text
-from .schedule.choose_schedule import splits_backward
 from .shard.sharding import local_extent
 from .stage.check_alike import check_alike
 from .stage.differentiate import finish, join

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from math import gcd
 
 from .assemble import assemble
+from .capture.input_ranges import find_input_ranges
 from .capture.lower_precision import lower_precision
 from .capture.normalize import normalize
 from .capture.trace import Traced
+from .choose_schedule import splits_backward
 from .dims.name_dims import Named, name_dims
 from .emit_modules import emit_modules
 from .errors import AutoparError, BatchError, CaptureError
@@ -18,8 +20,6 @@ from .plan import Plan
 from .price.cluster import PLAIN, Cluster
 from .price.op_costs import OpCosts
 from .program import Program
-from .proof.input_ranges import find_input_ranges
-from .schedule.choose_schedule import splits_backward
 from .schedule_stages import schedule_stages
 from .search.choose_recompute import choose_recompute
 from .shard.cut_weights import cut_weights

@@ -13,9 +13,8 @@ from .decode import decode, parse_json
 from .errors import AutoparError
 from .mesh import AXES, PIPELINE, TIME, Mesh, usual_split
 from .ranges import check_range, shown
+from .recompute.recompute import POLICIES
 from .schedule.make_schedule import SCHEDULES, USUAL_SCHEDULE, place_stages
-from .shard.preference import Preference
-from .stage.recompute import POLICIES
 
 FORMAT = 1
 AGAIN = "compile it again with this version of autopar"
@@ -33,7 +32,7 @@ CONTEXT_PARALLEL = {
 }
 
 # What the backward may compute again instead of keeping it: see
-# `passes.stage.recompute`.
+# `passes.recompute`.
 RECOMPUTE = tuple(POLICIES)
 
 # What a compiler decides: of a schedule, by measured costs; of recomputation, for each
@@ -61,8 +60,28 @@ PRECISION: dict[str, Lowering] = {
 }
 
 
+WEIGHTS = "weights"  # in place of an op's name, see `passes.mesh.Axis`
+
+
 class PlanError(AutoparError):
     """A plan that cannot be read, or that contradicts itself."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A dim that is to be split. only: in ops of this name, or by the
+    alternative of this one (`passes.shard.alternatives`); empty: wherever it flows."""
+
+    dim: str
+    only: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Preference:
+        only, _, dim = text.rpartition(":")
+        return cls(dim, only)
+
+    def __str__(self) -> str:
+        return f"{self.only}:{self.dim}" if self.only else self.dim
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,7 @@ class Plan:
     `passes.shard.plan_shardings`.
     cuts: for each pipeline boundary the value that crosses it, or the layer that begins
     there (`transformer.h.6`); empty: balanced by cost.
-    recompute: "none", "selective" or "full", see `passes.stage.recompute`; "auto": of
+    recompute: "none", "selective" or "full", see `passes.recompute`; "auto": of
     each layer what fits into memory, see `passes.search.choose_recompute`.
     recompute_layers: layer -> the same, where it differs. memory: bytes that a rank may
     use, 0 for no limit.

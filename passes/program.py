@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from .capture.input_ranges import InputRange
 from .graph import Part
 from .mesh import PIPELINE, Mesh
 from .plan import Plan
 from .price.account import Account
 from .price.stage_seconds import StageSeconds
-from .proof.input_ranges import InputRange
-from .proof.proof import Proof
+from .proof_record import Proof
 from .schedule.footprint import Communication, Footprint
 from .schedule.memory import RankMemory
 from .schedule.schedule import Schedule

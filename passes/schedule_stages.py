@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .choose_schedule import choose_schedule
 from .price.account import Account, by_rank, memory_of
 from .price.cluster import Cluster
 from .price.compiled_cost import activation_budget, count_once, stage_accounts
 from .price.stage_seconds import StageSeconds, stage_seconds
 from .schedule.check_schedule import check
-from .schedule.choose_schedule import choose_schedule
 from .schedule.memory import RankMemory, check_memory
 from .schedule.schedule import Schedule
 from .stage.local_stage import LocalStage

@@ -12,7 +12,7 @@ from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
-from autopar.passes.proof.proof import Proof
+from autopar.passes.proof_record import Proof
 from autopar.proof.prove_program import prove_program
 from examples.gpt import Config, build
 

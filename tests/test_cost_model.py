@@ -10,11 +10,11 @@ from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
+from autopar.passes.estimate_program import estimate_program
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
-from autopar.passes.price.compiled_cost import estimate_program
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.program import Program
 from autopar.passes.read_program import read_program

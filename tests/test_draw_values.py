@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from models import gpt2, llama, opt, plain_gpt, switch_gpt
 from torch import Tensor, nn
 
+from autopar.passes.capture.input_ranges import InputRange, find_input_ranges
 from autopar.passes.capture.trace import trace
-from autopar.passes.proof.input_ranges import InputRange, find_input_ranges
 from autopar.proof.draw_batches import draw_batch, draw_mask
 from autopar.proof.draw_values import draw_parameters
 

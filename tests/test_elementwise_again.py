@@ -13,7 +13,7 @@ from cases import Case, run_all_ranks
 from models import gpt2, llama, plain_gpt, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.stage.elementwise_again import SINK, SOURCE, _minimum_cut
+from autopar.passes.recompute.elementwise_again import SINK, SOURCE, _minimum_cut
 
 WIDTH = 16
 POINTWISE: list[Callable[[Tensor], Tensor]] = [

@@ -25,6 +25,7 @@ from autopar.passes.ops.cotangents import Cotangents
 from autopar.passes.ops.op import OPS, Op, OutCotangents, Place, op_of
 from autopar.passes.ops.rules import equation
 from autopar.passes.price.candidate import Candidate
+from autopar.passes.recompute.recompute import POLICIES, Again, Run
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.make_schedule import (
     SCHEDULES,
@@ -35,7 +36,6 @@ from autopar.passes.schedule.make_schedule import (
 from autopar.passes.schedule.schedule import Schedule
 from autopar.passes.search.by_formula import in_flight
 from autopar.passes.search.candidates import searched
-from autopar.passes.stage.recompute import POLICIES, Again, Run
 from autopar.runtime.comm.comm import Comm
 
 

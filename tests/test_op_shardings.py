@@ -36,7 +36,7 @@ from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.dims.origins import Origin
 from autopar.passes.mesh import usual_split
 from autopar.passes.pipeline import compile_program
-from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError
+from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError, Preference
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.price.price_layers import price_layers
 from autopar.passes.read_program import read_program
@@ -45,7 +45,6 @@ from autopar.passes.search.least_cost import least_cost
 from autopar.passes.search.op_sharding_costs import OpShardingCosts
 from autopar.passes.shard.op_sharding import PASS
 from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
-from autopar.passes.shard.preference import Preference
 from autopar.passes.shard.propagate import propagate
 from autopar.planner.planner import capture_short, shard_ops
 from autopar.verify import verify

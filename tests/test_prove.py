@@ -24,7 +24,7 @@ from autopar.passes.graph import Node
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
-from autopar.passes.proof.proof import SMALL, WHOLE
+from autopar.passes.proof_record import SMALL, WHOLE
 from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.plans.store import load_plan, save_plan

@@ -21,7 +21,7 @@ from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import ParameterSpec, Program
-from autopar.passes.proof.proof import WHOLE, Proof
+from autopar.passes.proof_record import WHOLE, Proof
 from autopar.proof.ranks import VerificationFailed
 from autopar.rank_step import RankStep
 from autopar.runtime.agreement.updates import Updates

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
-from autopar.passes.stage.reuse import find_owners, own_residuals, reuse
+from autopar.passes.ops.memory import find_owners
+from autopar.passes.stage.reuse import own_residuals, reuse
 
 SOURCES = "input %x f32[4,8]\ninput %y f32[4,8]\n"
 

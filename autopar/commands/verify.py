@@ -18,7 +18,7 @@ from autopar.machine.machine import host_memory
 from autopar.machine.profile_file import read_profile
 from autopar.models.batches import with_samples
 from autopar.models.load import load_model, random_batch
-from autopar.passes.proof.proof import Proof
+from autopar.passes.proof_record import Proof
 from autopar.plans.store import COMPILED
 from autopar.progress import Progress
 from autopar.proof.verification import Verification

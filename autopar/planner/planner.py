@@ -35,6 +35,7 @@ from autopar.passes.price.price_layers import (
     cut_layers,
     price_cut,
 )
+from autopar.passes.recompute.recompute import squares
 from autopar.passes.search.candidates import Space
 from autopar.passes.search.choose_op_shardings import (
     ChosenShardings,
@@ -43,7 +44,6 @@ from autopar.passes.search.choose_op_shardings import (
 )
 from autopar.passes.search.search import Ranking, Watch, search
 from autopar.passes.shard.query_groups import divides_groups, find_groups, split_groups
-from autopar.passes.stage.recompute import squares
 from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting

@@ -30,9 +30,9 @@ from autopar.options import make_plan
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.measured import Ops, Point, Timed
 from autopar.passes.price.price_layers import cut_layers
-from autopar.passes.schedule.footprint import footprint
 from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.candidates import meshes
+from autopar.passes.stage.count_footprint import footprint
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.choose import SAMPLES

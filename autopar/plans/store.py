@@ -32,7 +32,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
-from autopar.passes.proof.proof import Proof
+from autopar.passes.proof_record import Proof
 from autopar.passes.read_program import read_program
 from autopar.plans.plan_record import ESTIMATE, PlanRecord
 from autopar.read_file import read_text

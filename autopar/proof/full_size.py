@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE, Mesh
 from autopar.passes.program import Program, coords_text
-from autopar.passes.proof.proof import CutShort
+from autopar.passes.proof_record import CutShort
 from autopar.passes.schedule.check_schedule import check
 from autopar.passes.shard.layout import extent
 from autopar.proof.ranks import VerificationFailed

@@ -20,12 +20,17 @@ from autopar.capture.capture_model import capture_model
 from autopar.local_batches import fields_of_samples
 from autopar.own_modes import on_cpu
 from autopar.passes.capture.find_repeats import only_layers
+from autopar.passes.capture.input_ranges import (
+    LABEL,
+    MASK,
+    InputRange,
+    find_input_ranges,
+)
 from autopar.passes.capture.trace import Traced
 from autopar.passes.errors import BatchError
 from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import choose_sizes
 from autopar.passes.proof.extents import find_extents
-from autopar.passes.proof.input_ranges import LABEL, MASK, InputRange, find_input_ranges
 from autopar.passes.proof.shrink import Shrinker
 from autopar.proof.chosen_layers import find_chosen_layers
 from autopar.proof.draw_values import draw_batch, draw_parameters

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from autopar.own_modes import on_cpu
+from autopar.passes.capture.input_ranges import find_input_ranges
 from autopar.passes.capture.trace import Traced
 from autopar.passes.errors import AutoparError
 from autopar.passes.graph import Value
 from autopar.passes.mesh import TIME
 from autopar.passes.program import Program
-from autopar.passes.proof.input_ranges import find_input_ranges
-from autopar.passes.proof.proof import SMALL, WHOLE, Proof
 from autopar.passes.proof.same_specs import find_other_spec
 from autopar.passes.proof.shrink_plan import StageLayers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
+from autopar.passes.proof_record import SMALL, WHOLE, Proof
 from autopar.progress import tell
 from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_batch, draw_parameters

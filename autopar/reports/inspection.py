@@ -13,10 +13,10 @@ import torch
 
 from autopar.machine.measured_cluster import how_priced, known_cluster
 from autopar.passes.capture.mixed_precision import Stream
+from autopar.passes.estimate_program import estimate_program
 from autopar.passes.graph_text import DTYPES
 from autopar.passes.mesh import PIPELINE
 from autopar.passes.price.cluster import Cluster
-from autopar.passes.price.compiled_cost import estimate_program
 from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.footprint import COMMUNICATION_PARTS, Communication

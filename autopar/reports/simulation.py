@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.passes.estimate_program import estimate_program
 from autopar.passes.price.cluster import Cluster
-from autopar.passes.price.compiled_cost import estimate_program
 from autopar.passes.price.estimate import BEFORE, Estimate, schedule_of
 from autopar.passes.price.stage_seconds import StageSeconds
 from autopar.passes.program import Program

@@ -93,7 +93,7 @@ class Rewriter:
         """What has the shape and precision of a node's result."""
         return self.emit(op, *args, like=node.out)
 
-    def again(self, node: Node, **changed: Any) -> Value:
+    def again(self, node: Node, /, **changed: Any) -> Value:
         """A node once more, where it stands, with other arguments, by name."""
         new = node.with_args(**changed)
         return self.emit(new.op, *new.args, where=new.location, **new.kwargs)

@@ -1,21 +1,15 @@
-"""compiled_cost: the accounts of a compiled plan's stages, and its step on paper."""
+"""compiled_cost: the accounts of a compiled plan's stages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ..plan import AUTO, Plan
-from ..price.account import Account, Held, by_rank, memory_of, rank_memory
-from ..price.candidate import Candidate
+from ..plan import Plan
+from ..price.account import Account, Held, by_rank, rank_memory
 from ..price.cluster import Cluster
-from ..price.estimate import Estimate, run_accounts
 from ..price.price import price
-from ..price.stage_seconds import stage_seconds
-from ..program import Program
 from ..schedule.fit_schedule import Limits
-from ..schedule.order import write_order
-from ..schedule.schedule import Schedule
 from ..stage.local_stage import LocalStage
 
 
@@ -71,30 +65,3 @@ def activation_budget(
         return [(memory or math.inf) - sum(rank_memory(a).values()) for a in ranks]
 
     return limits
-
-
-def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candidate:
-    """What a compiled plan decides, as the planner has it. layers: of each stage."""
-    return Candidate(
-        plan.mesh,
-        0,  # how many samples the example batch had changes nothing here
-        plan.microbatches,
-        plan.schedule,
-        plan.stages_per_rank,
-        plan.zero,
-        plan.recompute,
-        tuple(layers),
-        order=write_order(schedule) if plan.schedule == AUTO else (),
-    )
-
-
-def estimate_program(program: Program, cluster: Cluster) -> Estimate:
-    """The step of a compiled program. What its ops take is as it was when it was
-    compiled; messages and updates take what they do on the cluster."""
-    accounts, schedule = [stage.account for stage in program.stages], program.schedule
-    layers = [len(stage.layers) for stage in program.stages]
-    candidate = candidate_of(program.plan, schedule, layers)
-    ranks = by_rank(accounts, schedule.stage_to_rank)
-    took = [stage_seconds(a, program.mesh, cluster) for a in accounts]
-    memory = memory_of(ranks, [t.footprint for t in took], schedule)
-    return run_accounts(accounts, ranks, took, memory, candidate, cluster)

@@ -14,14 +14,14 @@ from dataclasses import replace
 from ..cost import Exchange, join_exchanges, traffic
 from ..graph import Node
 from ..mesh import AXES, TIME
+from ..ops.memory import ADD_EACH
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
 from ..price.account import Account, Alive, Held, PartCost
-from ..schedule.footprint import footprints
 from ..shard.parameter_sharding import find_casts
 from ..stage.blocks import Beside, beside_blocks, block_messages
+from ..stage.count_footprint import footprints
 from ..stage.local_stage import LocalStage
-from ..stage.reuse import ADD_EACH
 
 ZEROS = (2, 3)  # the stages of ZeRO in which something moves by block
 

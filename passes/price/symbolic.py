@@ -22,11 +22,11 @@ from ..dims.name_dims import Dim, Dims, Named
 from ..dims.origins import Origin
 from ..graph import LAYER, Node, Value, live_in
 from ..mesh import DATA
+from ..ops.memory import find_owners
 from ..ops.op import op_of
 from ..plan import Plan, PlanError
 from ..shard.propagate import propagate
 from ..shard.sharding import Sharding
-from ..stage.reuse import find_owners
 
 BACKWARD_PRODUCTS = 2  # products of the backward for one of the forward
 MASK_BYTES = 1  # of an element of a dropout's mask
@@ -266,6 +266,6 @@ def _everything(_: Dims) -> bool:
 
 def _has_square(dims: Dims) -> bool:
     """Whether the same dim is there twice, as in scores of attention: what selective
-    recomputation leaves out, see `passes.stage.recompute`."""
+    recomputation leaves out, see `passes.recompute`."""
     keys = [d.key for factors in dims for d in factors]
     return len(set(keys)) < len(keys)

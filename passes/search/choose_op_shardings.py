@@ -19,6 +19,7 @@ from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin
 from ..errors import AutoparError
 from ..mesh import TIME, Mesh
+from ..ops.memory import find_owners
 from ..ops.op import is_view
 from ..plan import Plan, PlanError
 from ..price.cluster import Cluster
@@ -29,7 +30,6 @@ from ..shard.insert_collectives import insert_collectives
 from ..shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from ..shard.propagate import propagate
 from ..stage.differentiate import differentiate
-from ..stage.reuse import find_owners
 from ..stage.split_stages import split_stages
 
 CHEAPEST, DEAREST = 1e-18, 1e-3  # seconds that a byte may be worth

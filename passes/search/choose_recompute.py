@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ..choose_schedule import choose_schedule, decided_schedule, splits_backward
 from ..errors import AutoparError
 from ..plan import AUTO, RECOMPUTE, Plan
 from ..price.account import Account, by_rank, rank_memory
@@ -19,17 +20,13 @@ from ..price.compiled_cost import activation_budget, count_once, stage_accounts
 from ..price.price import compute_part
 from ..price.stage_seconds import StageSeconds, part_seconds, stage_seconds
 from ..schedule.check_schedule import peak_in_flight
-from ..schedule.choose_schedule import (
-    choose_schedule,
-    decided_schedule,
-    splits_backward,
-)
 from ..schedule.fit_schedule import on_paper
-from ..schedule.footprint import FORWARD, footprint, peak_bytes, residuals_by_layer
+from ..schedule.footprint import FORWARD, peak_bytes
 from ..schedule.memory import OutOfMemory, RankMemory, out_of_memory
 from ..schedule.pareto_front import Option, pareto_front
 from ..schedule.schedule import Schedule, ScheduleError
 from ..shard.parameter_sharding import find_gathered
+from ..stage.count_footprint import footprint, residuals_by_layer
 from ..stage.differentiate import differentiate
 from ..stage.local_stage import LocalStage
 from ..stage.split_stages import Stage, Staged

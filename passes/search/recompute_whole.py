@@ -2,7 +2,7 @@
 
 So do the checkpoints of Megatron-LM, and torch's reentrant ones. Of ours the backward
 runs again what it uses, as torch's others do: not the last product, which only makes
-what the layer gives on (see `passes.stage.recompute`).
+what the layer gives on (see `passes.recompute`).
 """
 
 from __future__ import annotations

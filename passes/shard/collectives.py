@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from ..graph import Node, Value
 from ..mesh import as_axes
 from ..ops.experts import ROUTED
@@ -37,11 +35,3 @@ def bytes_of(node: Node, result: Value) -> int:
     """Bytes of a node's result; of a scatter under way what is sent, and the addends
     that come."""
     return result.bytes * (2 if node.op == "comm.start_scatter" else 1)
-
-
-def arrives_in_place(start: Node) -> bool:
-    """Whether what a message brings is a view of it: a whole that is gathered alone."""
-    if start.op != "comm.start_gather":
-        return False
-    (x, *more), (dim, *_) = start.arg("xs"), start.arg("dims")
-    return not more and prod(x.shape[:dim]) == 1 and not start.arg("wholes")

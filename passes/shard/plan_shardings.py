@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin
 from ..graph import LAYER, Graph, short
-from ..plan import Plan, PlanError
+from ..plan import Plan, PlanError, Preference
 from ..shard.alternatives import alternative_factors
 from ..shard.op_sharding import Allowed, OpSharding
-from ..shard.preference import Preference
 
 UNNAMED = re.compile(r"d\d+")
 

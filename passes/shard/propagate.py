@@ -16,7 +16,7 @@ from ..graph import Graph, InvalidGraph, Node, Value, bare
 from ..mesh import TIME
 from ..ops.linearity import is_jointly_linear
 from ..ops.op import op_of
-from ..plan import Plan
+from ..plan import WEIGHTS, Plan, Preference
 from ..shard.alternatives import alternative_factors, alternative_of
 from ..shard.check_states import check_sharding, check_shardings
 from ..shard.count_rows import find_counts
@@ -24,7 +24,6 @@ from ..shard.hints import Pins, read_hints
 from ..shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
 from ..shard.parameter_sharding import find_casts, parameter_sharding
 from ..shard.plan_shardings import planned_factor, read_plan_shardings
-from ..shard.preference import WEIGHTS, Preference
 from ..shard.ring import check_rings
 from ..shard.routed import route_of
 from ..shard.separable import check_loss, check_op

@@ -14,10 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from ..errors import ShardingConflict
 from ..graph import Graph, bare
 from ..ops.attention import RING
-from ..plan import Plan
+from ..plan import Plan, Preference
 from ..shard.alternatives import alternative_of
 from ..shard.op_sharding import OpSharding
-from ..shard.preference import Preference
 
 SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 

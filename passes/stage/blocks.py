@@ -79,7 +79,7 @@ def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
 def beside_blocks(
     local: LocalStage, zero: int, alone: Collection[str] = (), neighbours: bool = True
 ) -> Beside:
-    """For `passes.schedule.footprint.footprints`: gradients by block from ZeRO-2 on,
+    """For `passes.stage.count_footprint`: gradients by block from ZeRO-2 on,
     and weights from ZeRO-3 on, in the precision in which they are gathered. alone:
     parameters that no other rank has, which are never gathered. neighbours: whether the
     stage is a piece of one, with blocks next to it."""

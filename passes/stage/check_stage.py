@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from ..dims.name_dims import Dims
 from ..graph import Graph, InvalidGraph, Node, Value, values_in
+from ..ops.memory import ADD, ADD_EACH, find_owners, is_in_place
 from ..shard.sharding import Sharding
-from ..stage.reuse import ADD, ADD_EACH, find_owners, is_in_place
 
 Parts = Mapping[str, Sequence[Node]]
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from ..builder import Builder
 from ..graph import Graph, Node, Value, live_in
 from ..mesh import TIME
+from ..recompute.recompute import recompute
 from ..shard.parameter_sharding import (
     find_casts,
     find_gathered,
@@ -31,7 +32,6 @@ from ..stage.overlap import (
     scatter_behind,
     tell_ready,
 )
-from ..stage.recompute import recompute
 from ..stage.reuse import own_residuals, reuse
 from ..stage.runs import gather_runs, passed_on
 from ..stage.split_backward import find_dependent, split_backward

@@ -14,7 +14,7 @@ import torch
 
 from ..graph import Location, Node, Value
 from ..ops.attention import ATTENTION
-from ..stage.reuse import ADD, ADD_EACH
+from ..ops.memory import ADD, ADD_EACH
 from ..stage.runs import is_sum
 
 # What does nothing at run time: R -> V, and a gradient that ends.

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from ..graph import Node
+from ..ops.memory import is_in_place, may_alias
 from ..ops.op import is_method
 from ..stage.loop import Item
-from ..stage.reuse import is_in_place, may_alias
 
 CAST = "aten.to.dtype"
 

@@ -19,9 +19,9 @@ from itertools import groupby
 
 from ..builder import Builder
 from ..graph import Location, Node, Value
+from ..ops.memory import ADD, find_owners
 from ..ops.op import is_view
 from ..shard.parameter_sharding import GATHER, MOVES, find_gathered
-from ..stage.reuse import ADD, find_owners
 from ..stage.split_backward import GRADIENT
 
 SCATTER = "comm.reduce_scatter"

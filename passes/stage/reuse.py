@@ -11,18 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-import torch
-
 from ..graph import Node, Value, parameters
-from ..ops.arguments import shows_operand
-from ..ops.op import OPS, is_view, op_of
-from ..shard.collectives import arrives_in_place
-
-# To add to an operand, and to several.
-ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"
-# Ops that have a form that writes over the first operand -> that form.
-IN_PLACE = {op.op: op.op_in_place for op in OPS.values() if op.in_place}
-WRITTEN_IN_PLACE = frozenset(IN_PLACE.values())
+from ..ops.memory import IN_PLACE, find_owners, may_alias
+from ..ops.op import op_of
 
 
 def reuse(
@@ -78,45 +69,6 @@ def own_residuals(
     return {name: root for name, root in owned.items() if root not in fixed}
 
 
-def find_owners(
-    nodes: Sequence[Node], entering: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, str]:
-    """Value -> the value whose memory it may share; itself if its memory is new.
-
-    entering: owners of values from outside that count too; what shares memory with
-    another one from outside has no owner.
-    """
-    owner = dict(entering)
-    alone = {n.out.name for n in nodes if arrives_in_place(n)}
-    expands = {n.out.name: n for n in nodes if n.op.startswith("aten.expand")}
-    for node in nodes:
-        if not node.results:
-            continue
-        waits = node.op == "comm.wait" and node.operands[0].name in alone
-        shares = waits or is_in_place(node) or may_alias(node)
-        if not shares or _copies(node, expands):
-            owner.update((v.name, v.name) for v in node.results)
-        elif node.operands and (base := owner.get(node.operands[0].name)):
-            owner.update((v.name, base) for v in node.results)
-    return owner
-
-
-def _copies(node: Node, expands: Mapping[str, Node]) -> bool:
-    """Whether a reshape makes the copies that an expand stands for, as where keys are
-    repeated for the heads of their group."""
-    if node.op != "aten.reshape.default":
-        return False
-    expand = expands.get(node.operands[0].name)
-    if expand is None or expand.operands[0].name in expands:
-        return False
-    x = torch.empty(expand.operands[0].shape, device="meta").expand(expand.out.shape)
-    try:
-        x.view(node.out.shape)
-    except RuntimeError:
-        return True
-    return False
-
-
 def _spread(nodes: Sequence[Node]) -> set[str]:
     """Views in which one place in memory stands for several elements."""
     aliases: set[str] = set()
@@ -126,48 +78,6 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
         ):
             aliases.update(v.name for v in node.results)
     return aliases
-
-
-def is_in_place(node: Node) -> bool:
-    """Whether `reuse` has put the node's result into its first operand's memory."""
-    return node.op in WRITTEN_IN_PLACE or bool(node.kwargs.get("inplace"))
-
-
-def may_alias(node: Node) -> bool:
-    """Whether a result may be a view of an operand."""
-    kind = node.name
-    if kind == "aten.to" and node.out.dtype is not node.operands[0].dtype:
-        return False
-    if (
-        is_view(node)
-        or kind in ("aten.to", "aten.contiguous")
-        or node.op == "comm.shard"
-    ):
-        return True
-    return shows_operand(node.op, written=True)
-
-
-def takes_memory(node: Node) -> bool:
-    """Whether running the node may take memory: not for a view, or over an operand."""
-    if is_in_place(node) or node.op in (ADD, ADD_EACH):
-        return False
-    if node.op == "aten.reshape.default":
-        return not _splits_only(node.operands[0].shape, node.out.shape)
-    kind = node.name
-    copies = node.op.startswith("comm.") or kind in ("aten.to", "aten.contiguous")
-    return copies or not may_alias(node)
-
-
-def _splits_only(shape: Sequence[int], into: Sequence[int]) -> bool:
-    """Whether each dim becomes one or several: then no strides make it a copy."""
-    rest = list(into)
-    for n in shape:
-        extent = 1
-        while rest and (extent < n or (rest[0] == 1 and n != 1)):
-            extent *= rest.pop(0)
-        if extent != n:
-            return False
-    return all(n == 1 for n in rest)
 
 
 def _free_operand(

@@ -12,10 +12,10 @@ from itertools import groupby, islice
 from typing import Any
 
 from ..graph import Node, Value
+from ..ops.memory import find_owners
 from ..ops.op import is_view
 from ..ops.random import DRAWS
 from ..ops.rules import is_fusable
-from ..stage.reuse import find_owners
 from ..stage.split_backward import GRADIENT
 
 LEAST = 3  # nodes that compute and are worth a function

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..graph import Node, Value, resolve
+from ..ops.memory import IN_PLACE
 from ..ops.op import OPS, op_of
 from ..stage.loop import Varying
 from ..stage.outline import Number
-from ..stage.reuse import IN_PLACE
 
 Names = Callable[[Value], str]
 Choose = Callable[[Varying], str]

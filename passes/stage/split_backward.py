@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from ..graph import Node, Value
-from ..stage.reuse import find_owners
+from ..ops.memory import find_owners
 
 GRADIENT = "grad."  # what names of gradient buffers begin with
 

@@ -8,10 +8,10 @@ from operator import add
 from types import MappingProxyType
 
 from ..graph import Node, live_in
+from ..ops.memory import find_owners, takes_memory
 from ..ops.op import op_of
 from ..shard.collectives import bytes_of
 from ..stage.local_stage import LocalStage
-from ..stage.reuse import find_owners, takes_memory
 from ..stage.runs import find_all_runs, passed_on
 
 

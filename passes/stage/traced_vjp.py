@@ -28,7 +28,7 @@ from ..errors import CaptureError
 from ..graph import Node, Value, map_values
 from ..ops.cotangents import Cotangents
 from ..ops.evaluate import function_of
-from ..stage.reuse import may_alias
+from ..ops.memory import may_alias
 
 # Of what an op makes: a rank's own is made where the rank computes.
 PLACEMENT = ("device", "pin_memory", "layout")

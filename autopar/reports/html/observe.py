@@ -177,7 +177,7 @@ class _Watch:
 
     def _view(self, frame: FrameType, statement: Statement) -> None:
         """What reshape copies on this device is a view on those where attention lays
-        rows out for it: as memory is counted, see `passes.schedule.footprint`."""
+        rows out for it: as memory is counted, see `passes.stage.count_footprint`."""
         made = frame.f_locals.get(statement.targets[0])
         base = frame.f_locals.get(statement.base)
         if isinstance(made, Tensor) and isinstance(base, Tensor):

@@ -18,9 +18,9 @@ from functools import lru_cache
 import networkx as nx
 
 from ..graph import Node, Value
+from ..ops.memory import find_owners
 from ..ops.op import is_view
 from ..ops.rules import is_fusable, is_pointwise
-from ..stage.reuse import find_owners
 
 SOURCE, SINK = -1, -2
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..cost import Seconds
-from ..plan import AUTO, Plan
-from ..schedule.fit_schedule import Limits, fit_schedule
-from ..schedule.footprint import Footprint
-from ..schedule.make_schedule import make_schedule
-from ..schedule.order import read_order
-from ..schedule.schedule import Schedule, add_communication
+from .cost import Seconds
+from .plan import AUTO, Plan
+from .schedule.fit_schedule import Limits, fit_schedule
+from .schedule.footprint import Footprint
+from .schedule.make_schedule import make_schedule
+from .schedule.order import read_order
+from .schedule.schedule import Schedule, add_communication
 
 
 def choose_schedule(

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from ..dims.name_dims import Dims
 from ..graph import Node, Value
-from ..stage.elementwise_again import elementwise_again
-from ..stage.reuse import find_owners
+from ..ops.memory import find_owners
+from ..recompute.elementwise_again import elementwise_again
 
 
 def recompute(

@@ -1,0 +1,1 @@
+"""What the backward makes again instead of keeping it."""

@@ -1,0 +1,125 @@
+"""What a rank's stage keeps in memory and sends, counted on its emitted nodes.
+
+Memory is counted by storage: a view costs nothing, and what a view is made of lives as
+long as the view does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from operator import add
+
+from ..graph import Node
+from ..graph_text import DTYPES
+from ..mesh import PIPELINE
+from ..ops.attention import passed_round, ring_of
+from ..ops.memory import find_owners
+from ..schedule.footprint import Communication, Footprint
+from ..shard.collectives import collective, contributed_bytes
+from ..shard.parameter_sharding import find_made
+from ..stage.blocks import Beside, Runs
+from ..stage.local_stage import LocalStage
+from ..stage.storages import Storages, storages
+
+
+def footprint(local: LocalStage) -> Footprint:
+    """Activation memory of one microbatch."""
+    return footprints(local, [_nothing])[0]
+
+
+def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
+    """The footprint with each of several things beside: their bytes at each node."""
+    parts = storages(local)
+    forward, backward, _ = parts
+    owners, sizes = forward.owners, forward.sizes
+    residuals = {owners[v.name] for v in local.residuals if v.name in owners}
+    owners = backward.owners
+    weight_residuals = {
+        owners[v.name] for v in local.weight_residuals if v.name in owners
+    }
+    step, edges = _whole(local)
+    received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
+    return [
+        Footprint(
+            residuals=sum(sizes[root] for root in residuals),
+            forward_peak=f,
+            backward_peak=b,
+            weight_residuals=sum(backward.sizes[root] for root in weight_residuals),
+            step=step,
+            weight_peak=w,
+            edges=edges,
+            received=received,
+            sent=sent,
+        )
+        for f, b, w in ([_peak(part, beside) for part in parts] for beside in besides)
+    ]
+
+
+def residuals_by_layer(local: LocalStage) -> dict[str, int]:
+    """Returns the kept bytes that each layer's forward makes ("": none)."""
+    owners = find_owners(local.forward, {v.name: v.name for v in local.receives})
+    roots = {owners[v.name] for v in local.residuals if v.name in owners}
+    residuals: dict[str, int] = {}
+    for node in local.forward:
+        size = sum(v.bytes for v in node.results if v.name in roots)
+        residuals[node.location.layer] = residuals.get(node.location.layer, 0) + size
+    return residuals
+
+
+def _whole(local: LocalStage) -> tuple[int, int]:
+    """Bytes of what is there for a step, though something else is held between steps;
+    and the most at both ends of the step."""
+    resident = {v.name for v in (*local.params, *local.buffers, *local.constants)}
+    resident |= {v.name for n in local.setup for v in n.results}
+    made = find_made(local.prologue, resident)
+    later = (*local.forward, *local.whole_backward, *local.epilogue)
+    read = {v.name for n in later for v in n.operands}
+    begin, end = Storages(local.prologue, read), Storages(local.epilogue, ())
+    owners = begin.owners
+    roots = {owners[name] for name in made if name in owners and name in read}
+    grads = sum(v.bytes for v in local.wholes)
+    step = sum(begin.sizes[root] for root in roots) + grads
+    return step, max(begin.peak + grads, step + end.peak)
+
+
+def _nothing(nodes: Sequence[Node], runs: Runs) -> list[int]:
+    return [0] * len(nodes)
+
+
+def _peak(part: Storages, beside: Beside) -> int:
+    """The most bytes alive at once, with those that no value stands for."""
+    more = beside(part.nodes, part.runs)
+    return max([part.before, *map(add, part.levels, more)])
+
+
+def communication(local: LocalStage) -> list[Communication]:
+    """Collectives and sends of the first rank of a stage, for one microbatch."""
+    rows = []
+    stage = local.stage.index
+    for part, nodes, handed in (
+        ("forward", local.forward, local.sends),
+        ("backward", local.whole_backward, local.d_receives),
+        ("step", (*local.prologue, *local.epilogue), ()),
+    ):
+        calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        moved: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        for node in nodes:
+            if (ring := ring_of(node)) is not None:
+                for dtype, count, size in passed_round(node):
+                    calls["shift", (ring,), DTYPES[dtype]] += count
+                    moved["shift", (ring,), DTYPES[dtype]] += size
+            elif over := collective(node):
+                x = node.operands[0]
+                key = (*over, DTYPES.get(x.dtype, str(x.dtype)))
+                calls[key] += 1
+                moved[key] += contributed_bytes(node)
+        for v in handed:
+            if v is not None:
+                sent = ("send", (PIPELINE,), DTYPES.get(v.dtype, str(v.dtype)))
+                calls[sent] += 1
+                moved[sent] += v.bytes
+        rows += [
+            Communication(stage, part, *key, calls[key], moved[key]) for key in calls
+        ]
+    return rows
