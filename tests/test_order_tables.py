@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 from torch import Tensor, nn
 
@@ -52,3 +54,35 @@ def test_tables_in_any_order_are_one_program() -> None:
         verify(program, model, batch).check()
         texts.append((str(traced), program.modules))
     assert texts[0] == texts[1]
+
+
+class OwnTables(nn.Module):
+    """Each layer makes a table, and one is made before that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(OwnTable() for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        ids[..., None].cos()
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, ids)
+        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten() % 8)
+
+
+class OwnTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x + self.line(x) * ids[..., None].cos()
+
+
+def test_tables_stay_in_their_layers() -> None:
+    ids = torch.zeros(4, 6, dtype=torch.long)
+    graph = trace(OwnTables(), {"ids": ids, "labels": ids.clone()}).graph
+    layers = [layer for layer, _ in groupby(n.location.layer for n in graph.nodes)]
+    assert layers == ["", "layers.0", "layers.1", "layers.2", ""]

@@ -8,6 +8,7 @@ the text of a program.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ..builder import COUNT
@@ -18,11 +19,12 @@ from ..ops.random import awaits_number
 def order_tables(graph: Graph) -> tuple[Graph, dict[str, str]]:
     """The graph, and former name -> name of each value that has another now.
 
-    Nodes that depend on no parameter change places among themselves alone.
+    Nodes that depend on no parameter change places among themselves alone, and stay in
+    their layer: else layers would not be alike.
     """
     tables = _tables(graph)
     read = _first_read(graph, tables)
-    order = iter(sorted(tables, key=lambda i: read.get(i, len(graph.nodes))))
+    order = iter(sorted(tables, key=lambda i: (tables[i], read[i])))
     nodes = [graph.nodes[next(order)] if i in tables else n for i, n in _rows(graph)]
     names = _names([graph.nodes[i] for i in tables], [nodes[i] for i in tables])
     if not names:
@@ -43,20 +45,23 @@ def _rows(graph: Graph) -> list[tuple[int, Node]]:
     return list(enumerate(graph.nodes))
 
 
-def _tables(graph: Graph) -> dict[int, None]:
+def _tables(graph: Graph) -> dict[int, int]:
     """Places of the nodes that read nothing which depends on a parameter or on chance,
-    in order."""
+    in order; and how often another layer began before."""
     others = {v.name for v in graph.params}
-    tables: dict[int, None] = {}
+    tables: dict[int, int] = {}
+    layer, begun = "", 0
     for i, node in _rows(graph):
+        if node.location.layer != layer:
+            layer, begun = node.location.layer, begun + 1
         if awaits_number(node) or any(v.name in others for v in node.operands):
             others.update(v.name for v in node.results)
         else:
-            tables[i] = None
+            tables[i] = begun
     return tables
 
 
-def _first_read(graph: Graph, tables: dict[int, None]) -> dict[int, int]:
+def _first_read(graph: Graph, tables: Collection[int]) -> dict[int, int]:
     """Place of a table's node -> of the first node that is none and reads it, or what
     is made of it."""
     read: dict[str, int] = {v.name: len(graph.nodes) for v in graph.outputs}
