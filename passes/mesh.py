@@ -88,6 +88,13 @@ AXES: dict[str, Axis] = {
     ),
     QUERY_GROUP: Axis(("heads", "q_per_kv", "ffn", "vocab", "seq")),
 }
+SIZED_AXES = tuple(
+    name
+    for name, axis in reversed(AXES.items())
+    if axis.searched and axis.splits and not axis.splits_only_samples
+)
+"""Those of which a search tries the sizes that a model allows, innermost first; what is
+left of the devices is data and pipeline parallel."""
 TENSOR_AXES = tuple(name for name, axis in AXES.items() if axis.splits_heads)
 """Tensor parallel as one axis or two, see `passes.shard.query_groups`."""
 CONTEXT_AXES = tuple(name for name, axis in AXES.items() if axis.splits_only_seq)

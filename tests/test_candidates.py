@@ -273,7 +273,7 @@ def test_pipelines_may_share_parameters_within_nodes() -> None:
 
     def best(wish: str) -> set[str]:
         cluster, mesh = cluster_of("32xA100-80GB"), Mesh.parse(wish)
-        of_wish = make_space(of(), cluster, 64, mesh=mesh, tp=(1,), zero=(3,))
+        of_wish = make_space(of(), cluster, 64, mesh=mesh, sizes={}, zero=(3,))
         return {str(e.candidate.mesh) for e in search(of_wish, prices).best}
 
     prices = make_prices(of(), cluster_of("32xA100-80GB"))
@@ -340,9 +340,14 @@ def test_any_number_of_stages_may_be_decided() -> None:
 
 
 def test_sequences_are_split_where_samples_are_few() -> None:
-    assert space(8).cp == (1,)
+    assert space(8).sizes["cp"] == (1,)
     few = make_space(of(), cluster_of("32xA100-80GB"), SAMPLES)
-    assert few.cp == (1, 2, 4, 8)  # of a node; two pieces of 16 tokens for each rank
+    assert few.sizes["cp"] == (
+        1,
+        2,
+        4,
+        8,
+    )  # of a node; two pieces of 16 tokens for each rank
 
 
 @pytest.mark.parametrize(

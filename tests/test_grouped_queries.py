@@ -266,7 +266,7 @@ CLUSTER = cluster_of("4xA100-80GB")
 @pytest.mark.slow
 def test_the_planner_has_sizes_of_tp_that_groups_divide() -> None:
     space = make_space(grouped(), CLUSTER, 8)
-    assert space.tp == (1, 2, 4)
+    assert space.sizes["tp"] == (1, 2, 4)
     found = {str(mesh) for mesh in meshes(space)}
     assert {"tp=2,qp=2", "dp=2,tp=2"} <= found and "tp=4" not in found
 

@@ -278,10 +278,10 @@ def test_sequences_and_products_are_split_over_nodes_where_that_may_pay() -> Non
         of = capture_short(case.model, case.batch, case.loss_fn)
         return make_space(of, cluster_of(devices), 2)
 
-    assert max(space(8192, "64xA100-80GB").cp) == 8  # of its node
+    assert max(space(8192, "64xA100-80GB").sizes["cp"]) == 8  # of its node
     # Of 16 ranks each has as many tokens as are long by themselves.
-    assert max(space(2**17, "64xA100-80GB").cp) == 16
+    assert max(space(2**17, "64xA100-80GB").sizes["cp"]) == 16
     # Labels are often the text moved by one, and so one token less than a power.
-    assert space(63, "8xA100-80GB").cp == (1,)
-    assert max(space(64, "8xGH200").tp) == 8  # a device is a node
-    assert max(space(64, "64xA100-80GB").tp) == 8
+    assert space(63, "8xA100-80GB").sizes["cp"] == (1,)
+    assert max(space(64, "8xGH200").sizes["tp"]) == 8  # a device is a node
+    assert max(space(64, "64xA100-80GB").sizes["tp"]) == 8

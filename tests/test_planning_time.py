@@ -26,7 +26,7 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
     case = plain_gpt(layers=4)
     cluster = cluster_of("8xA100-80GB")
     prices = make_prices(capture_short(case.model, case.batch, case.loss_fn), cluster)
-    space = Space(cluster, 8, 4, tp=(1, 2), recompute=("none",))
+    space = Space(cluster, 8, 4, {"tp": (1, 2)}, recompute=("none",))
     timed = make_timer(cluster)
     every = list(candidates(space))
     shared = [rough(candidate, space, prices, timed) for candidate in every]
@@ -48,7 +48,7 @@ def test_memory_by_formula_is_that_of_a_schedule() -> None:
     of = capture_short(case.model, case.batch, case.loss_fn, precision="bf16")
     prices, timed = make_prices(of, cluster), make_timer(cluster)
     mesh = Mesh.parse("pp=2,dp=4")
-    space = Space(cluster, 32, 8, tp=(1,), mesh=mesh, recompute=("full",))
+    space = Space(cluster, 32, 8, {}, mesh=mesh, recompute=("full",))
     several = 0
     for candidate in candidates(space):
         _, peak, complete = rough(candidate, space, prices, timed)
@@ -67,7 +67,7 @@ def test_what_is_not_priced_would_not_be_picked(memory, monkeypatch) -> None:
     of = capture_short(case.model, case.batch, case.loss_fn)
 
     def found() -> Ranking:
-        return find_plans(of, cluster, 32, tp=(1, 2), cp=(1, 2))
+        return find_plans(of, cluster, 32, sizes={"tp": (1, 2), "cp": (1, 2)})
 
     bounded = found()
     monkeypatch.setattr(Ranked, "_is_slow", lambda self, candidate: False)
@@ -96,7 +96,7 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
         case = plain_gpt(layers=layers)
         of = capture_short(case.model, case.batch, case.loss_fn)
         joined.clear()
-        find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, tp=(1, 2))
+        find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, sizes={"tp": (1, 2)})
         found.append(len(joined))
     # The whole model, its first, middle, last and last two layers; with two microbatch
     # sizes; the backward in one piece and in halves; layers whole and split on tp.

@@ -6,7 +6,7 @@ time and memory do not grow with its depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -24,7 +24,7 @@ from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.errors import LossNotSeparable
-from autopar.passes.mesh import CONTEXT, EXPERT, TENSOR, Mesh
+from autopar.passes.mesh import AXES, SIZED_AXES, Axis, Mesh
 from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
@@ -43,7 +43,12 @@ from autopar.passes.search.choose_op_shardings import (
     choose_op_shardings,
 )
 from autopar.passes.search.search import Ranking, Watch, search
-from autopar.passes.shard.query_groups import divides_groups, find_groups, split_groups
+from autopar.passes.shard.query_groups import (
+    Groups,
+    divides_groups,
+    find_groups,
+    split_groups,
+)
 from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
@@ -256,38 +261,52 @@ def make_space(
 ) -> Space:
     """What the search for a model chooses from: axes as they divide its dims. decided:
     fields of the space."""
-    heads, groups = of.extents("heads"), find_groups(of.named)
-    node = cluster.levels[0].devices if cluster.levels else 1
-    tp = [
-        t
-        for t in range(1, max(node, FEW_RANKS) + 1)
-        if all(h % t == 0 for h in heads) and divides_groups(groups, t)
-    ]
-    experts = of.extents("experts")
-    # A layer is priced with one sample of a rank and with two.
-    ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
-    sizes: dict[str, Any] = {
-        TENSOR: tuple(t for t in tp if cluster.devices % t == 0),
-        CONTEXT: _context_sizes(of, cluster, global_batch, node),
-        EXPERT: (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
+    groups = find_groups(of.named)
+    fields = {
+        "sizes": {
+            name: tuple(_axis_sizes(AXES[name], of, cluster, global_batch, groups))
+            for name in SIZED_AXES
+        },
         "has_scores": of.has_attention_scores,
+        **decided,
     }
-    return Space(cluster, global_batch, of.runs, **{**sizes, **decided}, groups=groups)
+    return Space(cluster, global_batch, of.runs, **fields, groups=groups)
+
+
+def _axis_sizes(
+    axis: Axis, of: ShortModel, cluster: Cluster, global_batch: int, groups: Groups
+) -> Iterator[int]:
+    """Yields the sizes that an axis may have, 1 first."""
+    node = cluster.levels[0].devices if cluster.levels else 1
+    yield 1
+    if axis.splits_heads:
+        for t in range(2, max(node, FEW_RANKS) + 1):
+            divides = all(n % t == 0 for n in (*of.extents("heads"), cluster.devices))
+            if divides and divides_groups(groups, t):
+                yield t
+    elif axis.holds_experts:
+        experts = of.extents("experts")
+        for e in range(2, max(experts, default=1) + 1):
+            # A layer is priced with one sample of a rank and with two.
+            if of.batch % (2 * e) == 0 and all(n % e == 0 for n in experts):
+                yield e
+    elif axis.splits_only_seq:
+        yield from _context_sizes(of, cluster, global_batch, node)
 
 
 def _context_sizes(
     of: ShortModel, cluster: Cluster, global_batch: int, node: int
-) -> tuple[int, ...]:
-    """Sizes of cp: 1, but where sequences are long, or samples fewer than devices.
+) -> Iterator[int]:
+    """Sizes beside 1, where sequences are long, or samples fewer than devices.
     Beyond a node a rank has as many tokens as are long by themselves: what its
     attention computes then takes longer than what moves."""
     if of.positions < LONG and global_batch >= cluster.devices:
-        return (1,)
+        return
     most = max(node, of.positions // LONG)
     # In zigzag each rank has two pieces, of whole chunks where a model makes some.
     chunks = max(of.extents("seq"), default=1)
     powers = [2**i for i in range(1, most.bit_length()) if chunks % 2 ** (i + 1) == 0]
-    return (1, *(n for n in powers if n <= most and cluster.devices % n == 0))
+    yield from (n for n in powers if n <= most and cluster.devices % n == 0)
 
 
 def plan_of(candidate: Candidate, of: ShortModel) -> Plan:

@@ -188,7 +188,7 @@ def runs(model: str) -> tuple[Run, ...]:
         throughput = mean(float(row["tok_s_gpu"]) for row in rows)
         cluster = Constants(Links()).of(_cluster(nodes))
         prices = _prices(rows[0])
-        space = Space(cluster, BATCH, int(rows[0]["layers"]), tp=())
+        space = Space(cluster, BATCH, int(rows[0]["layers"]), {})
         ranked = rough(_candidate(rows[0]), space, prices)
         assert ranked is not None, "it ran, so it has layers enough"
         candidate = ranked[-1]

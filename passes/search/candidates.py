@@ -9,13 +9,13 @@ leaves them alone: routed experts, an op's alternative over ep, beside whole one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, product
 from math import prod
 
-from ..mesh import AXES, CONTEXT, DATA, EXPERT, PIPELINE, SHARDED_DATA, TENSOR, Mesh
+from ..mesh import AXES, DATA, PIPELINE, SHARDED_DATA, SIZED_AXES, Mesh
 from ..plan import CONTEXT_PARALLEL, RECOMPUTE
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
@@ -24,7 +24,6 @@ from ..schedule.make_schedule import SCHEDULES, USUAL_SCHEDULE
 from ..shard.query_groups import Groups, with_groups
 
 ALIKE = 0.05  # estimates that differ by less do not say which is faster
-INNER = (TENSOR, CONTEXT, EXPERT)  # fields of `Space`
 ORDER = tuple(name for name, axis in AXES.items() if axis.searched)
 
 
@@ -32,19 +31,18 @@ ORDER = tuple(name for name, axis in AXES.items() if axis.searched)
 class Space:
     """What a search may choose from.
 
-    global_batch: samples of a step. runs: of layers in the model. tp, cp, ep: sizes
-    that these axes may have. mesh: axes whose sizes are decided already. shape: sizes
-    of axes, in order, whose meaning is not. microbatches: if decided; stages_per_rank:
-    the same. has_scores: whether attention is spelled out in the model.
+    global_batch: samples of a step. runs: of layers in the model. sizes: that each of
+    `SIZED_AXES` may have; one that is left out has 1. mesh: axes whose sizes are
+    decided already. shape: sizes of axes, in order, whose meaning is not. microbatches:
+    if decided; stages_per_rank: the same. has_scores: whether attention is spelled out
+    in the model.
     context_parallel: see `contexts`. groups: see `passes.shard.query_groups`.
     """
 
     cluster: Cluster
     global_batch: int
     runs: int
-    tp: tuple[int, ...]
-    cp: tuple[int, ...] = (1,)
-    ep: tuple[int, ...] = (1,)
+    sizes: Mapping[str, tuple[int, ...]]
     mesh: Mesh | None = None
     shape: tuple[int, ...] = ()
     microbatches: int | None = None
@@ -122,9 +120,9 @@ def _meshes(space: Space) -> Iterator[Mesh]:
         yield Mesh(tuple((a, n) for a, n in space.mesh.axes if n > 1))
         return
     fixed = dict(space.mesh.axes) if space.mesh else {}
-    for inner in product(*(_sizes(space, a, fixed) for a in INNER)):
+    for inner in product(*(_sizes(space, a, fixed) for a in SIZED_AXES)):
         rest, left = divmod(space.cluster.devices, prod(inner))
-        sizes = dict(zip(INNER, inner, strict=True))
+        sizes = dict(zip(SIZED_AXES, inner, strict=True))
         for pp in () if left else _divisors(rest):
             for fsdp in _sharing(space, pp, rest // pp, prod(inner), fixed):
                 sizes |= {PIPELINE: pp, DATA: rest // pp // fsdp, SHARDED_DATA: fsdp}
@@ -173,8 +171,7 @@ def hybrids(space: Space, mesh: Mesh) -> Iterator[Mesh]:
 
 
 def _sizes(space: Space, axis: str, fixed: dict[str, int]) -> tuple[int, ...]:
-    sizes: tuple[int, ...] = getattr(space, axis)
-    return (fixed[axis],) if axis in fixed else sizes
+    return (fixed[axis],) if axis in fixed else space.sizes.get(axis, (1,))
 
 
 def _meanings(space: Space) -> Iterator[Mesh]:
@@ -188,7 +185,7 @@ def _meanings(space: Space) -> Iterator[Mesh]:
         if len({name for name, _ in axes}) < len(axes):
             continue
         mesh = Mesh(tuple((a, n) for a, n in axes if n > 1))
-        inner = all(mesh.axis_size(a) in getattr(space, a) for a in INNER)
+        inner = all(mesh.axis_size(a) in _sizes(space, a, {}) for a in SIZED_AXES)
         if inner and mesh.pipeline_ranks <= space.runs:
             distinct[mesh] = None
     yield from distinct
