@@ -21,6 +21,8 @@ class ChosenRows:
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
+        # Sizes that are known to be no more than this, for a proof.
+        self.limits: Mapping[str, int] = {}
         self.sizes: dict[str, int] = {}
         # A mask, and its size, as a mask may be written to -> what chooses its rows.
         self.chosen: dict[tuple[str, str], tuple[Value, ...]] = {}
@@ -52,6 +54,31 @@ class ChosenRows:
             args, name = (args[0], (args[1],)), "aten.index.Tensor"
         if name == "aten.index.Tensor" and not has_shape(fake):
             return self._by_mask(node, args, where)
+        if name == "aten.slice.Tensor" and not has_shape(fake):
+            return self._cut(node, args, where)
+        return None
+
+    def _cut(self, node: fx.Node, args: tuple, where: Location) -> Value | None:
+        """`rows[:most]`: as many stand for some of the rows as for all; what it is, if
+        it is all of them."""
+        usual: tuple = (0, None, None, 1)
+        x, dim, start, end, step = args + usual[len(args) - 1 :]
+        size = node.args[0].meta["val"].shape[dim]
+        if str(size) in self.sizes:
+            self.sizes[str(node.meta["val"].shape[dim])] = x.shape[dim]
+        if step != 1:
+            return None
+        all_of = isinstance(end, Unknown) and str(end.size) == str(size)
+        least = self.limits.get(str(size))
+        few = least is not None and type(end) is int and end >= least
+        if not start and (all_of or few):
+            return x
+        # As of `min(len(rows), most)`, of which torch makes a number of its own.
+        parts = getattr(end.size, "args", ()) if isinstance(end, Unknown) else ()
+        most = [int(n) for n in parts if n.is_Integer]
+        if len(most) == 1 and str(end.size) == f"Min({most[0]}, {size})":
+            args = x, dim, start or 0, *most
+            return self.builder.emit(str(node.target), args, x.shape, x.dtype, where)
         return None
 
     def _by_mask(self, node: fx.Node, args: tuple, where: Location) -> Any:
@@ -111,7 +138,7 @@ class ChosenRows:
             return arg
         if kind == "List[int]":
             return int(times) * self.sizes[str(size)]
-        if kind != "Tensor":
+        if kind != "Tensor" or str(size) not in self.masks:
             return arg
         mask = self.masks[str(size)]
         if mask.dtype != torch.bool:

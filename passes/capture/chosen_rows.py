@@ -96,6 +96,7 @@ class Keeper:
     def __init__(self, graph: Graph, autocast: Set[str]) -> None:
         self.rewriter = Rewriter(graph, {})
         self.rows: dict[str, Rows] = {}
+        self.cuts: dict[tuple[str, int, int], Value] = {}  # of a mask, `[first:end]`
         self.computed: dict[Hashable, str] = {}  # what a value is made by -> its name
         self.not_finite, self.autocast = not_finite(graph), autocast
 

@@ -216,7 +216,7 @@ def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
     if node is None or not node.operands:
         return [v.name]
     x = node.operands[0]
-    if node.op == CHOOSES:
+    if node.op == CHOOSES or (node.name == "aten.slice" and not node.arg("start")):
         return _zeros(x, made)
     if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
         return _zeros(node.operands[1], made)

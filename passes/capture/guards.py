@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..capture.user_frames import (
     raised_at,
     raised_by_user,
 )
-from ..capture.values_read import Read, has_shape, read_here
+from ..capture.values_read import CUT, Read, has_shape, read_here
 from ..errors import CaptureError
 
 # Marks the tensor that was asked about in a capture, if it asserts nothing of it.
@@ -74,6 +75,11 @@ class Guards:
         self.some, self.one = True, False
         self.numbered = False
         self.read: Read | None = None
+        # Sizes that were compared with a limit, and by which call: read as if they
+        # were above it, or, within, as if none was.
+        self.within = False
+        self.limits: dict[str, int] = {}
+        self.compared: Read | None = None
         self.checks: dict[tuple[Any, int], tuple[bool, str]] = {}
         self._last: tuple[tuple[Any, int], bool] | None = None
         self.asked = Counter[tuple[Any, int]]()
@@ -162,6 +168,13 @@ class Guards:
         self.read = read
         self._last = place, self.some
         return self.some
+
+    def is_above(self, size: Any, limit: int) -> bool:
+        """Whether there are more rows than a limit, above 0."""
+        self.compared = replace(read_here("numel", rows=True), fix=CUT)
+        if self.limits.setdefault(str(size), limit) != limit:
+            raise self.compared.error()
+        return self.some and not self.within
 
     def begin(self) -> None:
         """Forgets what was asked; checks are known."""
@@ -288,17 +301,27 @@ class RowCount(torch.SymInt):
         alone = bool(self.rows) or self.x.dtype == torch.bool
         return bool(self) if alone else self.guards.answer(self.x > 0)
 
+    def _is_above(self, limit: Any, usual: Callable[[Any], Any]) -> Any:
+        if _is(limit, 0):
+            return self._is_positive()
+        if self.rows and type(limit) is int and limit > 0:
+            return self.guards.is_above(self.node.expr, limit)
+        return usual(limit)
+
     def __gt__(self, other: Any) -> Any:
-        return self._is_positive() if _is(other, 0) else super().__gt__(other)
+        return self._is_above(other, super().__gt__)
 
     def __ge__(self, other: Any) -> Any:
-        return self._is_positive() if _is(other, 1) else super().__ge__(other)
+        least = other - 1 if type(other) is int else other
+        return self._is_above(least, lambda _: super(RowCount, self).__ge__(other))
 
     def __lt__(self, other: Any) -> Any:
-        return not self._is_positive() if _is(other, 1) else super().__lt__(other)
+        least = other - 1 if type(other) is int else other
+        above = self._is_above(least, lambda _: super(RowCount, self).__ge__(other))
+        return not above
 
     def __le__(self, other: Any) -> Any:
-        return not self._is_positive() if _is(other, 0) else super().__le__(other)
+        return not self._is_above(other, super().__gt__)
 
     def __eq__(self, other: object) -> Any:
         return not self if _is(other, 0) else super().__eq__(other)

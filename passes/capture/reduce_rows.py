@@ -1,4 +1,4 @@
-"""Sums, means and losses over rows that the data choose, see `chosen_rows`."""
+"""Sums, means, losses and parts of rows that the data choose, see `chosen_rows`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..ops.arguments import arguments
 if TYPE_CHECKING:
     from ..capture.chosen_rows import Keeper
 
+EVERY = 2**63 - 1  # torch's end of `[:]`
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
 
 
@@ -89,10 +90,32 @@ def extreme(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
     return keeper.rewriter.keep(node.with_args(self=masked))
 
 
+def cut(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
+    """`rows[first:end]`: of those that are chosen."""
+    x, dim, first, end, step = arguments(node).values()
+    first, end = first or 0, EVERY if end is None else end
+    if dim % len(x.shape) != rows.dim or (first, end, step) == (0, EVERY, 1):
+        return keeper.follow(node, rows)
+    if first < 0 or end < 0 or step != 1:
+        return None
+    emit, key = keeper.rewriter.emit, (rows.mask, first, end)
+    if key not in keeper.cuts:
+        place = emit("aten.cumsum.default", rows.chosen, 0)
+        later = emit("aten.gt.Scalar", place, first)
+        chosen = emit("aten.logical_and.default", rows.chosen, later)
+        sooner = emit("aten.le.Scalar", place, end)
+        keeper.cuts[key] = emit("aten.logical_and.default", chosen, sooner)
+    chosen, out = keeper.cuts[key], emit("aten.alias.default", x)
+    own = keeper.rows[x.name]
+    keeper.rows[out.name] = replace(own, chosen=chosen, mask=chosen.name)
+    return out
+
+
 REDUCTIONS: Mapping[str, Callable[[Keeper, Node, Rows], Value | tuple | None]] = {
     "aten.sum": total,
     "aten.mean": total,
     **dict.fromkeys(LOSSES, loss),
     **{f"aten.{name}": extreme for name in ("amax", "amin", "max", "min")},
     "aten.linalg_vector_norm": extreme,
+    "aten.slice": cut,
 }

@@ -133,6 +133,8 @@ def _prove_guards(
     """What a model computes that asked whether there are rows. Refuses it, if it
     computes anything else without them, or with one."""
     guards = wrapper.unseen.guards
+    if guards.compared is not None:
+        _prove_limits(wrapper, tensors, precision)
     while guards.read is not None:
         error, counted = guards.read.error(), guards.numbered
         if counted:
@@ -155,10 +157,34 @@ def _prove_guards(
     return traced
 
 
-def _capture(
+def _prove_limits(
     wrapper: LossModule, tensors: Mapping[str, torch.Tensor], precision: Lowering
+) -> None:
+    """Reads `x[:most] if len(x) > most else x` as if there were more than most.
+    Refuses it, if with no more, where `x[:most]` is x, it computes anything else."""
+    guards = wrapper.unseen.guards
+    assert guards.compared is not None
+    error = guards.compared.error()
+    readings = []
+    for guards.within in (False, True):
+        guards.limits.clear()
+        try:
+            readings.append(_capture(wrapper, tensors, precision, guards.limits))
+        except CaptureError:
+            raise error from None
+    guards.within = False
+    if not are_equal(*readings):
+        raise error
+
+
+def _capture(
+    wrapper: LossModule,
+    tensors: Mapping[str, torch.Tensor],
+    precision: Lowering,
+    limits: Mapping[str, int] | None = None,
 ) -> Traced:
-    """What the model computes, without writes in place."""
+    """What the model computes, without writes in place. limits: how many rows there
+    are at most, see `ChosenRows`."""
     model = wrapper.model
     device = device_of(model)
     while True:
@@ -173,6 +199,7 @@ def _capture(
     place = _place_of(wrapper.loss_fn or model.forward)
     reader = ExportReader(place, device.type, dtype)
     reader.values_read = wrapper.unseen.read
+    reader.rows.limits = limits or {}
     return _read(exported, model, list(tensors), reader)
 
 

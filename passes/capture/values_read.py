@@ -55,6 +55,8 @@ NO_NUMBER = (
     "Python's own numbers, which may only be compared with 0"
 )
 
+CUT = "ask nothing before you cut: rows[:most] gives all rows where there are no more"
+
 CLASSES = (
     "say how many there are, by a number of Python: F.one_hot(x, n), or, if some of x "
     "are n or more, whose rows are to be 0, F.one_hot(x.clamp(max=n), n + 1)[..., :n]"
@@ -91,12 +93,14 @@ LOOKS = {
 @dataclass(frozen=True)
 class Read:
     """A call whose result depends on values. name: of what is called. rows: whether it
-    is the number of rows that does. experts: whether the code speaks of experts."""
+    is the number of rows that does. experts: whether the code speaks of experts. fix:
+    how to do without, if not as others do."""
 
     name: str
     source: str
     rows: bool = False
     experts: bool = False
+    fix: str = ""
 
     def error(self, source: str = "") -> CaptureError:
         if self.name == "one_hot":
@@ -121,6 +125,7 @@ class Read:
         fix = WITHOUT_ROWS if self.rows else WITHOUT_NUMBERS
         if self.experts:
             fix = OF_EXPERTS
+        fix = self.fix or fix
         return CaptureError(message, source=source or self.source, fix=fix)
 
 
