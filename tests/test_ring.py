@@ -241,13 +241,37 @@ def test_what_is_no_ring_is_refused() -> None:
     """It would quietly gather all keys."""
     for case, what in (
         (plain_gpt(layers=1, dropout=0.1), "no fused attention"),
-        (plain_gpt(layers=1, seq=3), "autopar.attention"),
-        (Case(Stack(Biased, 1), token_batch(), next_token), "autopar.attention"),
+        (plain_gpt(layers=1, seq=3), "3 rows are too few for 4 ranks"),
+        (Case(Stack(Biased, 1), token_batch(), next_token), "bias of its scores"),
     ):
         with pytest.raises(ShardingConflict, match=what) as refused:
             case.compile("cp=4", **RING)
         assert "context_parallel='gather'" in refused.value.fix
         case.double().verify("cp=2", **{**RING, "split": usual_split()})
+
+
+class Local(Block):
+    """Attention within chunks of 4 rows."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        parts = (y.unflatten(2, (-1, 4)).transpose(1, 2) for y in self.heads(x))
+        q, k, v = (y.flatten(0, 1) for y in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.join(y.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2, 3))
+
+
+@pytest.mark.parametrize("zigzag", [(), ("cp",)])
+def test_attention_within_chunks_needs_no_ring(zigzag) -> None:
+    case = Case(Stack(Local, 2), token_batch(), next_token).double()
+    case.verify("cp=2", **{**RING, "zigzag": zigzag})
+
+
+def test_a_ring_beside_chunks_is_refused_for_them() -> None:
+    kinds = itertools.cycle((Local, Block))
+    case = Case(Stack(lambda: next(kinds)(), 2), token_batch(), next_token).double()
+    with pytest.raises(ShardingConflict, match="some layer sees them in chunks"):
+        case.compile("cp=2", **RING)
+    case.verify("cp=2", **{**RING, "split": usual_split()})
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])

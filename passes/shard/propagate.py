@@ -88,7 +88,7 @@ def propagate(named: Named, plan: Plan) -> Sharded:
         if swept.wanted_ahead <= ahead:
             break
         ahead = _with_ancestors(named, ahead | swept.wanted_ahead, counts)
-    check_rings(named.graph, plan, swept.op_shardings, swept.planned.keys())
+    check_rings(named, plan, swept.op_shardings, swept.planned.keys())
     if TIME in plan.axes:
         check_loss(named, swept.states, swept.op_shardings, plan.microbatches)
     return Sharded(

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from ..dims.name_dims import Factor, Named
 from ..errors import ShardingConflict
-from ..graph import Graph, bare
-from ..ops.attention import RING
+from ..graph import Graph, Node, bare
+from ..ops.attention import RING, K, Q, V
 from ..plan import Plan, Preference
 from ..shard.alternatives import alternative_of
 from ..shard.op_sharding import OpSharding
@@ -35,13 +36,14 @@ def prefers_rings(plan: Plan, axis: str) -> bool:
 
 
 def check_rings(
-    graph: Graph,
+    named: Named,
     plan: Plan,
     op_shardings: Sequence[Mapping[str, OpSharding]],
     preferred: Collection[tuple[str, str]],
 ) -> None:
     """Where a plan prefers rings, every attention must be one, but for those of which
-    the plan says something else. preferred: their first results, and the axes.
+    the plan says something else, and those whose keys are split as their queries are,
+    as within chunks. preferred: their first results, and the axes.
 
     Raises: ShardingConflict, at the first that is not; it would gather all keys.
     """
@@ -49,22 +51,42 @@ def check_rings(
         if not prefers_rings(plan, axis):
             continue
         count = 0
-        for node, chosen in zip(graph.nodes, op_shardings, strict=True):
+        for node, chosen in zip(named.graph.nodes, op_shardings, strict=True):
             if node.op != "autopar.attention":
                 continue
             count += 1
             is_planned = (node.results[0].name, axis) in preferred
-            if not is_planned and alternative_of(node, chosen[axis]) is None:
-                raise _refusal(axis, str(node), str(node.location))
+            if not is_planned and _gathers_keys(node, chosen[axis]):
+                raise _refusal(axis, node, named, plan.size(axis))
         if not count:
-            raise _not_fused(axis, graph)
+            raise _not_fused(axis, named.graph)
 
 
-def _refusal(axis: str, op: str, source: str) -> ShardingConflict:
+def _gathers_keys(node: Node, chosen: OpSharding) -> bool:
+    if not isinstance(chosen, Factor):
+        return True
+    split = {operand for operand, *_ in chosen.operands}
+    return alternative_of(node, chosen) is None and not {Q, K, V} <= split
+
+
+def _refusal(axis: str, node: Node, named: Named, ranks: int) -> ShardingConflict:
+    rows, keys = (named.dims[v.name][2] for v in node.operands[:2])
+    if rows != keys:
+        reason = "the keys are of other rows than the queries"
+    elif len(rows) > 1:
+        reason = (
+            f"its rows are ({' '.join(d.name for d in rows)}), as some layer sees them "
+            "in chunks, and a ring takes rows of one dim"
+        )
+    elif rows and rows[0].size < ranks:
+        reason = f"{rows[0].size} rows are too few for {ranks} ranks"
+    else:
+        reason = (
+            "a bias of its scores is learned, or another axis passes its keys round"
+        )
     return ShardingConflict(
-        f"'{axis}' cannot pass keys and values round in {op}: that takes "
-        "self-attention without a learned bias, and a row for each rank",
-        source=source,
+        f"'{axis}' cannot pass keys and values round in {node}: {reason}",
+        source=str(node.location),
         fix="use context_parallel='gather'",
     )
 
