@@ -195,6 +195,14 @@ def test_what_stands_between_layers_repeats_too(folded) -> None:
     assert len(folded) == 1
 
 
+def test_layers_repeat_that_do_not_run_on_the_meta_device(folded) -> None:
+    def add(_: int, x: Tensor) -> Tensor:
+        return x + torch.arange(DIM, device="cpu")
+
+    check(Layers([""] * 9, add), batch())
+    assert len(folded) == 1
+
+
 @pytest.mark.slow
 def test_a_layer_that_runs_twice_is_captured_as_it_is(folded) -> None:
     model = Layers([""] * 9)

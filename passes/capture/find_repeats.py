@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from ..layers import BEFORE, FIRST, Repeats, longest
 SPARED = 4  # layers that it must spare at least
 
 Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
-Run = Callable[[Watch], Any]
+Run = Callable[[bool, Watch], Any]
 PutBack = Callable[[], None]
 LayerList: TypeAlias = nn.ModuleList | nn.Sequential
 
@@ -58,18 +59,23 @@ def only_layers(model: nn.Module, path: str, kept: Sequence[int]) -> Iterator[No
 def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | None:
     """What repeats in what a forward calls; None if nothing does.
 
-    run: the model's forward on fake tensors, within what it is given, which is told of
-    the batch. put_back: after each, everything that it changed.
+    run: the model's forward without data, on the meta device or on fake tensors,
+    within what it is given, which is told of the batch. put_back: after each,
+    everything that it changed.
     """
     path = find_list(model, _may_repeat)
     if not path:
         return None
-    whole = _calls(model, path, run, put_back)
+    for meta in (True, False):  # the one is faster, the other takes more models
+        own = partial(run, meta)
+        whole = _calls(model, path, own, put_back)
+        if whole:
+            break
     repeats = whole and longest(path, [tuple(layer) for layer in whole[FIRST:-1]])
     if not whole or not repeats or repeats.spared < SPARED:
         return None
     with only_layers(model, path, repeats.kept):
-        few = _calls(model, path, run, put_back)
+        few = _calls(model, path, own, put_back)
     expected = [whole[BEFORE], *(whole[FIRST + n] for n in repeats.kept), whole[-1]]
     return repeats if few == expected else None
 
@@ -81,7 +87,7 @@ def _may_repeat(layers: LayerList) -> bool:
 
 
 def _calls(
-    model: nn.Module, path: str, run: Run, put_back: PutBack
+    model: nn.Module, path: str, run: Callable[[Watch], Any], put_back: PutBack
 ) -> list[list[Call]] | None:
     """What is called before, in each layer, and after the last; None if the model does
     not run without data, or its layers not in turn."""

@@ -27,6 +27,7 @@ from ..capture.functionalize import functionalize
 from ..capture.lean_export import lean_export
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
+from ..capture.on_meta import META
 from ..capture.order_tables import order_tables
 from ..capture.read_export import ExportReader
 from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
@@ -210,18 +211,20 @@ def run_without_data(
     precision: Lowering,
     outputs: Sequence[str],
     metrics: bool,
+    meta: bool,
     watch: Watch,
 ) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
-    """The names and tensors that a capture would have as outputs, of a forward on fake
-    tensors within a context. Raises: CaptureError, if it computes by its values or
-    calls what has a backward of its own; what forward raises."""
+    """The names and tensors that a capture would have as outputs, of a forward within
+    a context on fake tensors, or those of the meta device. Raises: CaptureError, if it
+    computes by its values or calls what has a backward of its own; what forward
+    raises."""
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     static = {k: v for k, v in batch.items() if not isinstance(v, torch.Tensor)}
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
     device = device_of(model)
     with (
         parameters_in(model, precision),
-        on_fake_tensors(wrapper, tensors, device, always=True) as examples,
+        on_fake_tensors(wrapper, tensors, META if meta else device, True) as examples,
         autocast(precision, device.type),
         watch(examples),
     ):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from autopar.passes.capture.on_meta import Shapes
 from autopar.passes.graph import LAYER
 from autopar.passes.program import ParameterSpec, Program
-from autopar.proof.full_size import Shapes
 from autopar.reports.html.observe import Made, Seen, observe
 from autopar.reports.html.statements import Dims, Module, Statement, read_module
 from autopar.reports.inspection import first_rank
