@@ -160,7 +160,7 @@ class Program:
     @property
     def has_dropout(self) -> bool:
         """Whether a step has dropout that `evaluate` leaves out."""
-        return any("c.dropout_mask(" in text for text in self.modules.values())
+        return any("c.dropout_counters(" in text for text in self.modules.values())
 
     @property
     def draw(self) -> str:

@@ -93,13 +93,6 @@ def test_positions_beyond_32_bits_differ():
     assert not torch.equal(row(0), row(2**32))
 
 
-def test_a_mask_takes_any_dtype():
-    mask = keep_mask(100, 100)
-    floats = dropout_mask(0.1, 1, 0, whole(100, 100), "cpu", torch.bfloat16)
-    assert floats.dtype == torch.bfloat16
-    assert torch.equal(floats, mask.bfloat16())
-
-
 def test_certain_masks():
     assert keep_mask(300, 300, p=0.0).all()
     assert not keep_mask(300, 300, p=1.0).any()

@@ -139,4 +139,4 @@ def test_dropout_that_is_equal_on_all_ranks(axis):
     def alike(line: re.Match) -> str:
         return re.sub(rf"\(\((\d+), ({axes})\),\)", first, line[0])
 
-    assert_noticed(plan, with_text(plan, r"c\.dropout_mask\(.*", alike))
+    assert_noticed(plan, with_text(plan, r"c\.dropout_counters\(.*", alike))

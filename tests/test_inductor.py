@@ -25,6 +25,7 @@ from autopar.runtime.kernels import for_inductor
 from autopar.verify import verify
 from examples.benchmarks.compiled_layer import MODELS, measure
 
+CHANCES = (0.0, 0.1, 0.5, 0.999, 1.0)
 CPU = torch.device("cpu")
 TEXT = """
 def double(x, y):
@@ -111,6 +112,30 @@ def test_plain_kernels_compute_what_the_kernels_do():
         )
         torch.testing.assert_close(plain, blocked)
         assert plain.dtype is blocked.dtype
+
+
+@pytest.mark.slow
+def test_a_compiled_mask_keeps_the_same_elements(kept):
+    """Products of its mixer wrap, which compiled C++ need not let them do."""
+    text = "def masks(x, rows, cols):\n    " + "\n    ".join(
+        f"kept_{i} = kernels.kept(rows, cols, {p})" for i, p in enumerate(CHANCES)
+    )
+    names = ", ".join(f"kept_{i}" for i in range(len(CHANCES)))
+    text = f"from autopar.runtime import kernels\n{text}\n"
+    text += f"    return kernels.masked_scale(x, kept_0, 2.0), {names}\n"
+    module = load_module(text, "emitted")
+    cache, x = CodeCache(kept), torch.ones(3, 17)
+    compile_functions(module, text, cache)
+    far = [[(2**40, ((2**40 - 3, 3),))], [(64, ((8, 9), (40, 8)))]]
+    for key, op in ((0, 0), (-41, 7), (2**63, 2**31)):
+        rows, cols = kernels.counters(key, op, far, CPU)
+        _, *masks = module["masks"](x, rows, cols)
+        for p, mask in zip(CHANCES, masks, strict=True):
+            assert torch.equal(mask, kernels.kept(rows, cols, p))
+    assert cache.taken
+    alone, *masks = module["masks"](x, None, None)  # while evaluating
+    assert torch.equal(alone, x) and masks == [None] * len(CHANCES)
+    assert not cache.refused
 
 
 @pytest.mark.slow

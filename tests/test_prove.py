@@ -231,7 +231,7 @@ def test_masks_and_declarations_that_fit_no_model_are_noticed() -> None:
     for old, new, says in (
         ("3 * i + 2", "3 * i + 1", "draws random"),  # of what is computed again
         ("3 * i + 3", "4 * i + 3", "draws random"),
-        ("keep_0 = c.dropout_mask(0.2, 0", "keep_0 = c.dropout_mask(0.2, 1", "draws"),
+        ("c.dropout_counters(0, ", "c.dropout_counters(1, ", "draws"),
         ('"norm.weight": ((16,)', '"norm.weight": ((17,)', "was compiled for"),
     ):
         modules = {key: changed(text, old, new)}

@@ -67,8 +67,11 @@ class Listener(FakeComm):
     def enter_function(self, name: str) -> None:
         self.function = name
 
-    def dropout_mask(self, p: float, number: int, position: Any) -> Tensor | None:
-        return self.draw("", number, position, torch.bool)
+    def dropout_counters(
+        self, number: int, position: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        self.draws.setdefault(self.function, []).append(number)
+        return super().dropout_counters(number, position)
 
     def draw(self, kind: str, number: int, position: Any, dtype: torch.dtype) -> Tensor:
         self.draws.setdefault(self.function, []).append(number)

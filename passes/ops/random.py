@@ -36,8 +36,8 @@ DRAWN = {
 DRAW = "autopar.draw"
 CHANCE = ("autopar.dropout", DRAW)
 SIZED = ("aten.rand", "aten.randn", "aten.randint")
-# What a rank calls for numbers, and for a mask of dropout.
-DRAWS = ("comm.draw", "comm.dropout_mask")
+# What a rank calls for numbers, and for what a mask of dropout is made of.
+DRAWS = ("comm.draw", "comm.dropout_counters")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ OPS = (
         on_rank=dropped_on_rank,
     ),
     Op("comm.dropout", "x p number position"),
-    Op("comm.dropout_mask", "p number position", rowwise=True),
+    Op("comm.dropout_counters", "number position"),
+    Op("autopar.kept", "rows cols p", rowwise=True),
     *(
         Op(name, heeds, sizes=to_out("size") if name in SIZED else None)
         for name, heeds in DRAWN.items()

@@ -31,7 +31,7 @@ LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)|\[(?P<start>\d+):(?P<end>\d+)
 # added to the loop's variable, and a step.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
 COUNTED_AFTER = re.compile(r" for i in range\((?:\d+, )?$")
-MASK = re.compile(r"c\.(?:dropout_mask|draw)\([^,]*, (\d+ \* i \+ )?$")
+MASK = re.compile(r"c\.(?:dropout_counters\(|draw\([^,]*, )(\d+ \* i \+ )?$")
 APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
 ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
 NUMBERS = re.compile(r"\d+")

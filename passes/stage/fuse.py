@@ -47,17 +47,23 @@ def drop_identities(
 def materialize_masks(nodes: list[Node]) -> list[Node]:
     """Masks that depend on global positions become values of their own.
 
-    dropout -> a mask, and a scaled product with it. Causal attention of some of the
-    rows, where these are a product of dims -> attention with the mask of these rows.
+    dropout -> where its elements stand in the stream of random bits, a mask made of
+    that, and a scaled product with it. Causal attention of some of the rows, where
+    these are a product of dims -> attention with the mask of these rows.
     """
     made: list[Node] = []
     args: tuple[Any, ...]
     for node in nodes:
         if node.op == "comm.dropout":
             x, p, number = node.named("x p number")
+            of_rows = (*x.shape[:-1], 1)[: len(x.shape)]
+            rows = Value(f"rows_{number}", of_rows, torch.int64)
+            cols = Value(f"cols_{number}", x.shape[-1:], torch.int64)
             mask = Value(f"keep_{number}", x.shape, torch.bool)
-            args = (p, number, node.arg("position"))
-            drawn = Node("comm.dropout_mask", args, {}, (mask,))
+            args = (number, node.arg("position"))
+            counters = Node("comm.dropout_counters", args, {}, (rows, cols))
+            made.append(replace(counters, location=node.location))
+            drawn = Node("autopar.kept", (rows, cols, p), {}, (mask,))
             args = (x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
             used = replace(node, op="autopar.masked_scale", args=args)
         elif node.op == ATTENTION and len(node.arg("rows")) > 1:

@@ -26,7 +26,7 @@ PARAMETER = re.compile(r"""^[pg]\[f?["'](.+)["']\]$""")
 
 
 # Dropout's masks are numbered through all stages: in the call, and in names.
-MASK = re.compile(r"(c\.(?:dropout_mask|draw)\([^,]+, )[^,]+")
+MASK = re.compile(r"(c\.(?:dropout_counters\(|draw\([^,]+, ))[^,]+")
 NUMBERED = re.compile(r"\b([a-z_]+)_(\d+)\b")
 
 

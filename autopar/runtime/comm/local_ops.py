@@ -21,23 +21,23 @@ from autopar.runtime.kernels.sdpa import in_window
 class LocalOps(Placement):
     """The calls of emitted code that a rank answers by itself."""
 
-    def dropout_mask(
+    def dropout_counters(
         self,
-        p: float,
         number: int,
         position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
-    ) -> Tensor | None:
-        """What dropout `number` of the model keeps of my part of a tensor, as bool.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the random bits of dropout `number` of the model are mixed from in my
+        part of a tensor: int64 [all but the last extent, 1] and [last], to be added up.
 
         position: for each dim, its factors: (global extent, axes that split it).
         None while evaluating: there is no dropout then.
         """
         if self.state.evaluating:
-            return None
+            return None, None
         dims = [
             [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position
         ]
-        return kernels.dropout_mask(p, self.state.key, number, dims, self.device)
+        return kernels.counters(self.state.key, number, dims, self.device)
 
     def draw(
         self,

@@ -5,7 +5,7 @@ here runs on CPU; where CUDA has a better op, the choice follows the tensors' de
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ __all__ = [
     "bias_grad_",
     "check_indices",
     "draw",
-    "dropout_mask",
     "embedding_grad_",
+    "kept",
     "linear_weight_grad_",
     "masked_scale",
     "matmul_weight_grad_",
@@ -53,7 +53,6 @@ def dropout_mask(
     op: int,
     dims: Sequence[Sequence[Factor]],
     device: torch.device | str,
-    dtype: torch.dtype = torch.bool,
 ) -> Tensor:
     """Which elements of a rank's part of a tensor a dropout keeps: 1 with chance 1-p.
 
@@ -62,18 +61,43 @@ def dropout_mask(
     So the split cannot matter, and the chance is exact to the rounding of p (2^-53).
     key stands for the user's seed and the step, op for the dropout call in the model.
     dims holds, for each dim of the tensor, its factors, outermost first.
-    Returns [local extent of each dim] of dtype; what is kept is not scaled.
+    Returns bool [local extent of each dim]; what is kept is not scaled.
     Raises: ValueError when p or a factor is out of range.
 
     Costs about 2 ns an element on an AVX-512 core, `bernoulli_` 4. (A 32-bit hash would
     cost 1, but repeats itself every 2^32 elements.)
     """
+    return kept(*counters(key, op, dims, device), p)
+
+
+def counters(
+    key: int, op: int, dims: Sequence[Sequence[Factor]], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Two int64 tensors whose sum is, at each element of a rank's part of a tensor, the
+    counter that its bits are mixed from: [all but the last extent, 1] and [last].
+
+    key, op, dims: as of `dropout_mask`. Raises: ValueError for a factor out of range.
+    """
+    places = tuple(map(tuple, dims))
+    rows, cols = _counters(places, torch.device(device))
+    return rows + _signed(_mix(_mix(key) + op * _STEP)), cols
+
+
+def kept(rows: Tensor | None, cols: Tensor | None, p: float) -> Tensor | None:
+    """Where rows + cols, int64 as of `counters`, are among what a dropout of chance p
+    keeps: bool of their common shape. None of None: there is no dropout then."""
+    if rows is None or cols is None:
+        return None
+    return _filled(
+        lambda h, tile: torch.le(h, most(p), out=tile), rows, cols, torch.bool
+    )
+
+
+def most(p: float) -> int:
+    """The largest int64 that dropout of chance p keeps. Raises: ValueError."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must lie in [0, 1]: got {p}")
-    largest = max(round((1.0 - p) * 2.0**64) - 1, 0) - 2**63  # as signed, like h
-    return _filled(
-        lambda h, tile: torch.le(h, largest, out=tile), key, op, dims, device, dtype
-    )
+    return max(round((1.0 - p) * 2.0**64) - 1, 0) - 2**63
 
 
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # of a number, in base 2
@@ -108,39 +132,35 @@ def draw(
         # By the inverse of the distribution (Devroye 1986, section II.2).
         tile.copy_(u.log().neg_() if kind == "exponential" else torch.special.ndtri(u))
 
-    return _filled(write, key, op, dims, device, dtype)
+    return _filled(write, *counters(key, op, dims, device), dtype)
 
 
 def _filled(
     write: Callable[[Tensor, Tensor], object],
-    key: int,
-    op: int,
-    dims: Sequence[Sequence[Factor]],
-    device: torch.device | str,
+    rows: Tensor,
+    cols: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What `write` makes of random bits, int64, but for the mixer's last step,
-    h ^ h >> 31, which only stirs the low ones."""
-    for extent, pieces in (factor for factors in dims for factor in factors):
-        for start, local in pieces:
-            if not 0 <= start <= start + local <= extent:
-                raise ValueError(f"no slice {start}:{start + local} in extent {extent}")
-    counters = _counters(dims, torch.device(device))
-    shape = [counter.numel() for counter in counters]
-    cols = torch.full((1,), _signed(_mix(_mix(key) + op * _STEP)), device=device)
-    while counters and cols.numel() < 1024:  # join dims: vector code wants long rows
-        cols = _outer_sum(counters.pop(), cols)
-    rows = reduce(_outer_sum, counters, torch.zeros_like(cols[:1]))
-    filled = torch.empty(rows.numel(), cols.numel(), dtype=dtype, device=device)
+    """What `write` makes of the bits of `mixed`, a tile at a time."""
+    shape = torch.broadcast_shapes(rows.shape, cols.shape)
+    filled = torch.empty(shape, dtype=dtype, device=rows.device)
     block = _block_elements(filled.device)
     height = max(1, block // max(1, cols.numel()))
-    for row, band in zip(rows.split(height), filled.split(height), strict=True):
-        for col, tile in zip(cols.split(block), band.split(block, 1), strict=True):
-            h = row[:, None] + col
-            h.bitwise_xor_(_shifted(h, 30)).mul_(_signed(_MUL1))
-            h.bitwise_xor_(_shifted(h, 27)).mul_(_signed(_MUL2))
-            write(h, tile)
-    return filled.view(shape)
+    bands = filled.view(-1, cols.numel()).split(height)
+    for row, band in zip(rows.view(-1, 1).split(height), bands, strict=True):
+        for col, tile in zip(
+            cols.view(-1).split(block), band.split(block, 1), strict=True
+        ):
+            write(mixed(row + col), tile)
+    return filled
+
+
+def mixed(counter: Tensor) -> Tensor:
+    """Random bits of each counter, int64, which is written over; but for the mixer's
+    last step, h ^ h >> 31, which only stirs the low ones."""
+    h = counter
+    h.bitwise_xor_(_shifted(h, 30)).mul_(_signed(_MUL1))
+    return h.bitwise_xor_(_shifted(h, 27)).mul_(_signed(_MUL2))
 
 
 def _shifted(h: Tensor, bits: int) -> Tensor:
@@ -148,17 +168,29 @@ def _shifted(h: Tensor, bits: int) -> Tensor:
     return (h >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _counters(dims: Sequence[Sequence[Factor]], device: torch.device) -> list[Tensor]:
-    """Each dim's local indices as summands of the counter (global index) * _STEP."""
-    unit, counters = _STEP, []
+@lru_cache(maxsize=16)  # of a microbatch, all layers' are alike
+def _counters(
+    dims: tuple[tuple[Factor, ...], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`counters` of seed 0: (global index) * _STEP, by rows and columns."""
+    unit, each = _STEP, []
     for factors in reversed(dims):
         counter = torch.zeros(1, dtype=torch.int64, device=device)
         for extent, pieces in reversed(factors):
+            for start, local in pieces:
+                if not 0 <= start <= start + local <= extent:
+                    raise ValueError(
+                        f"no slice {start}:{start + local} in extent {extent}"
+                    )
             index = positions(pieces, device)
             counter = _outer_sum(index.mul_(_signed(unit)), counter)
             unit = unit * extent
-        counters.append(counter)
-    return counters[::-1]
+        each.append(counter)
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    cols, *leading = each or [one[0]]
+    shape = [counter.numel() for counter in reversed(leading)]
+    rows = reduce(_outer_sum, reversed(leading), one)
+    return rows.view(*shape, 1) if each else rows[0], cols
 
 
 def positions(pieces: Pieces, device: torch.device) -> Tensor:

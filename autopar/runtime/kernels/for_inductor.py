@@ -17,6 +17,13 @@ def __getattr__(name: str) -> Any:
     return getattr(kernels, name)
 
 
+def kept(rows: Tensor | None, cols: Tensor | None, p: float) -> Tensor | None:
+    """As `autopar.runtime.kernels.kept`: int64 [..., 1] and [n] -> bool [..., n]."""
+    if rows is None or cols is None:
+        return None
+    return kernels.mixed(rows + cols) <= kernels.most(p)
+
+
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     """As `autopar.runtime.kernels.sum_exp`: x [..., V], m [...] -> [...]."""
     return (x - m[..., None]).exp().sum(-1)
