@@ -80,6 +80,45 @@ class Mixture(nn.Module):
         return x + torch.einsum("tai,ta->ti", y, weight).view_as(x)
 
 
+class Biased(Mixture):
+    """With a bias of each expert, `b[chosen]`."""
+
+    def __init__(self, times: Product) -> None:
+        super().__init__(times)
+        self.bias_up = nn.Parameter(torch.zeros(EXPERTS, HIDDEN))
+        self.bias_down = nn.Parameter(torch.zeros(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weight, chosen = self.router(flat).softmax(-1).topk(CHOSEN)
+        y = F.silu(self.times(self.up, flat, chosen) + self.bias_up[chosen])
+        y = torch.einsum("tao,taio->tai", y, self.down[chosen])
+        y = self.bias_down[chosen] + y
+        return x + torch.einsum("tai,ta->ti", y, weight).view_as(x)
+
+
+class RowByRow(Biased):
+    """A row for each expert that a token chose, through both products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weight, chosen = self.router(flat).softmax(-1).topk(CHOSEN)
+        e, y = chosen.flatten(), flat.repeat_interleave(CHOSEN, 0)[..., None]
+        y = F.silu(torch.bmm(self.up[e], y)[..., 0] + self.bias_up[e])
+        y = torch.bmm(self.down[e], y[..., None]).squeeze(-1) + self.bias_down[e]
+        return x + (y.unflatten(0, (-1, CHOSEN)) * weight[..., None]).sum(1).view_as(x)
+
+
+class OfOthers(Biased):
+    """Biases that are not of the experts whose weights a row meets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        chosen = self.router(flat).topk(CHOSEN).indices
+        y = self.times(self.up, flat, chosen) + self.bias_up[chosen.flip(-1)]
+        return x + (y @ self.down[0].T).mean(1).view_as(x)
+
+
 class SumOfChosen(Mixture):
     """Their sum, and what each row would be with the experts of all: not one product
     for each row and expert, but the same numbers."""
@@ -117,6 +156,30 @@ def test_weights_of_experts_are_split_in_all_words() -> None:
 def test_no_row_has_a_copy_of_its_weights() -> None:
     (text,) = set(case(Mixture(letters)).compile("ep=2").modules.values())
     assert "expert_linear" in text and "index(" not in text
+
+
+@pytest.mark.parametrize("product", [letters, columns, one_batch])
+def test_biases_of_experts_are_split_as_their_weights(product: Product) -> None:
+    one = case(Biased(product))
+    for mesh in ("ep=2", "dp=2,tp=2"):
+        one.verify(mesh)
+    (text,) = set(one.compile("ep=2").modules.values())
+    assert "aten.index" not in text
+
+
+def test_rows_stay_with_their_experts_for_the_bias() -> None:
+    one = case(RowByRow(letters))
+    one.verify("ep=2")
+    (text,) = set(one.compile("ep=2").modules.values())
+    forward, _, _ = text.partition("def backward(")
+    assert forward.count("c.combine(") == 1, "they go home after both products"
+
+
+def test_biases_of_other_experts_are_looked_up() -> None:
+    one = case(OfOthers(letters))
+    one.verify("ep=2")
+    ops = [node.op for node in normalize(one.trace()).graph.nodes]
+    assert ops.count("autopar.expert_linear") == 1
 
 
 def test_products_of_more_than_a_row_and_its_expert_are_left_as_they_are() -> None:

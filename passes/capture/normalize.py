@@ -26,6 +26,7 @@ from ..capture.normalize_attention import attention, emit_dropout
 from ..capture.recognize_experts import (
     choice,
     grouped_product,
+    looked_up_bias,
     looked_up_einsum,
     looked_up_product,
 )
@@ -315,7 +316,9 @@ CLEAN: dict[str, Rule] = {
 
 MEANING: dict[str, Rule] = {
     "aten.reshape": collapse,
-    "aten.add": add_number,
+    "aten.add": lambda rewriter, node: (
+        looked_up_bias(rewriter, node) or add_number(rewriter, node)
+    ),
     **dict.fromkeys(("aten.bmm", "aten.matmul"), looked_up_product),
     "aten.einsum": looked_up_einsum,
     "aten._grouped_mm": grouped_product,

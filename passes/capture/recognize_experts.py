@@ -82,6 +82,49 @@ def grouped_product(rewriter: Rewriter, node: Node) -> Value | None:
     return Lookup(weight, expert).times(rewriter, x, side=0)
 
 
+def looked_up_bias(rewriter: Rewriter, node: Node) -> Value | None:
+    """y + b[expert], of y a product with the weights of the same experts: the bias is
+    the weight of one more input, 1, so that where rows went to their experts it is
+    added there. Of aten.add."""
+    if len(node.operands) != 2 or node.kwargs or len(node.args) != 2:
+        return None
+    for y, b in (node.operands, node.operands[::-1]):
+        product = rewriter.producer(_unseen(rewriter, y), "autopar.expert_linear")
+        lookup = rewriter.producer(_unseen(rewriter, b), "aten.index")
+        if product is None or lookup is None or len(lookup.arg("indices")) != 1:
+            continue
+        bias, (expert,) = lookup.named("self indices")
+        of = product.arg("expert")
+        if expert is None or expert.dtype != torch.int64 or len(bias.shape) != 2:
+            continue
+        rows = (*expert.shape, bias.shape[1])
+        if (
+            not y.shape == b.shape == node.out.shape
+            or bias.dtype != y.dtype
+            or math.prod(rows) != y.numel
+        ):
+            continue
+        if _unseen(rewriter, expert) != _unseen(rewriter, of):
+            continue
+        ones = rewriter.emit("aten.eq.Tensor", of, of)
+        ones = rewriter.emit("aten.to.dtype", ones, bias.dtype)
+        ones = rewriter.reshape(ones, (*of.shape, 1))
+        column = rewriter.reshape(bias, (*bias.shape, 1))
+        added = rewriter.emit("autopar.expert_linear", ones, of, column)
+        y = rewriter.emit("aten.add.Tensor", product.out, added)
+        return rewriter.reshape(y, node.out.shape)
+    return None
+
+
+def _unseen(rewriter: Rewriter, x: Value) -> Value:
+    """What x is a view of, all of it and in its order."""
+    while (view := rewriter.producer(x, "aten.reshape", "aten.select")) is not None:
+        if view.operands[0].numel != x.numel:
+            break
+        x = view.operands[0]
+    return x
+
+
 def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
     """topk along the last dim -> what is chosen, and its scores looked up: so that
     whoever compares programs can tell them what to choose."""
