@@ -86,6 +86,16 @@ def one_type_in_place(m: Block, x: Tensor) -> Tensor:
     return y
 
 
+def looked_at(m: Block, x: Tensor) -> Tensor:
+    """What no_grad gives as it is keeps its gradient; views and copies do not."""
+    with torch.no_grad():
+        same = x.double(), x.type_as(x), x.to(x), +x, x.flatten(1, 1)
+        fresh = x.view_as(x), x.detach(), x.clone()
+        with torch.autocast("cpu", enabled=False):
+            size = x.to(x.dtype).square().mean(-1, keepdim=True)
+    return F.gelu(x) * size + sum(same) * sum(fresh)
+
+
 # What attention is instead, and what comes after the MLP's first product.
 HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
     "attention": {
@@ -97,6 +107,7 @@ HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
     },
     "mlp": {
         "one type, in place": one_type_in_place,
+        "looked at": looked_at,
         "as another": lambda m, x: F.gelu(x.ravel()).reshape_as(x),
         "straight through": lambda m, x: Binary.apply(x, x.flip(-1).tanh())[0],
         "vmap": lambda m, x: torch.vmap(
@@ -130,6 +141,10 @@ def test_all_habits_in_one_model(mesh: str) -> None:
 
 def test_what_is_detached_within_a_vmap_has_no_gradient() -> None:
     case(partial(Written, "mlp", HABITS["mlp"]["vmap"])).verify("dp=2", 1)
+
+
+def test_what_no_grad_gives_as_it_is_keeps_its_gradient() -> None:
+    case(partial(Written, "mlp", looked_at)).verify("dp=2", 1)
 
 
 @pytest.mark.slow

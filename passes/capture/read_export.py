@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..builder import Builder
 from ..capture.choose_rows import ChosenRows
@@ -18,7 +20,7 @@ from ..capture.inline_vmap import plain_region, regions
 from ..capture.user_frames import TORCH
 from ..capture.values_read import UNKNOWN, Read, Unknown, refuse_unknown
 from ..errors import CaptureError
-from ..graph import Location, Node, Value, values_in
+from ..graph import Location, Node, Value, map_values, values_in
 from ..ops.arguments import arguments, call
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -111,6 +113,8 @@ class ExportReader:
                 source=self.where(node).source,
                 fix="replace this construct by tensor operations in the model",
             )
+        if self.detached and _gives_itself(node):
+            return args[0]
         fakes = node.meta.get("val")
         for fake in fakes if isinstance(fakes, tuple | list) else (fakes,):
             if isinstance(fake, torch.Tensor) and self.rows.shape(fake) is None:
@@ -136,8 +140,10 @@ class ExportReader:
     def inline(
         self, node: fx.Node, enabled: bool, body: fx.GraphModule, operands: tuple
     ) -> Any:
-        """Copy a no-grad region in; what enters it is detached."""
+        """Copy a no-grad region in; what enters it is detached, but what leaves it as
+        it entered is not: `x.float()` is x itself, where that is of this type."""
         where = self.where(node)
+        outer: dict[str, Value] = {}
         schemas = (getattr(n.target, "_schema", None) for n in body.graph.nodes)
         writes = any(schema.is_mutable for schema in schemas if schema)
         for inner, value in zip(
@@ -152,12 +158,12 @@ class ExportReader:
                 )
                 if value.name in self.memory:
                     self.memory[entered.name] = self.memory[value.name]
-                value = entered
+                outer[entered.name], value = value, entered
             self.values[inner] = value
         outside, self.detached = self.detached, not enabled
         result = self.read(body)
         self.detached = outside
-        return result
+        return map_values(lambda v: outer.get(v.name, v), _plain(result))
 
     def inline_vmap(self, module: fx.GraphModule, region: list[fx.Node]) -> None:
         """Copy a torch.vmap in. Raises: CaptureError where it is of no plain operators,
@@ -244,6 +250,23 @@ def _with_eps(node: Node) -> Node:
     dtype = torch.promote_types(bound["input"].dtype, torch.float32)
     args, kwargs = call(node.op, {**bound, "eps": torch.finfo(dtype).eps})
     return replace(node, args=args, kwargs=kwargs)
+
+
+def _gives_itself(node: fx.Node) -> bool:
+    """Whether the result of an operator is its first operand, the same tensor, as of
+    `x.to(dtype)` for an x of this dtype: autograd knows no other, and no_grad does not
+    detach it."""
+    first, out = node.args[:1], node.meta.get("val")
+    fakes = [a.meta.get("val") for a in first if isinstance(a, fx.Node)]
+    if node.target._schema.is_mutable or not isinstance(out, FakeTensor):
+        return False
+    if not fakes or not isinstance(x := fakes[0], FakeTensor):
+        return False
+    if (x.dtype, x.ndim, x.device) != (out.dtype, out.ndim, out.device):
+        return False
+    fake = partial(fx.map_arg, fn=lambda n: n.meta["val"])
+    with out.fake_mode:
+        return node.target(*fake(node.args), **fake(node.kwargs)) is x
 
 
 def _plain(arg: Any) -> Any:
