@@ -19,6 +19,7 @@ from losses_of_rows import (
     of_gaps,
     of_numbers,
     of_zeros,
+    written,
 )
 from models_of_rows import (
     EXPERTS,
@@ -96,6 +97,10 @@ def test_rows_that_were_not_chosen_are_in_no_gradient(loss: Any) -> None:
 def test_a_mean_in_half_precision_is_of_as_many_as_there_are() -> None:
     x = torch.rand(4, 20_000, dtype=torch.float16) + 0.5
     Case(Scaled(), {"x": x}).verify("dp=2", 2)
+
+
+def test_values_are_written_at_a_place_of_each_row() -> None:
+    case(written).verify("tp=2", 1)
 
 
 @pytest.mark.parametrize("loss", [of_chosen, mean_of_chosen, looked_up, in_losses])

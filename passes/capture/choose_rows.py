@@ -82,18 +82,21 @@ class ChosenRows:
         return None
 
     def _by_mask(self, node: fx.Node, args: tuple, where: Location) -> Any:
-        """`x[..., mask]`."""
+        """`x[..., mask]`, or `x[..., mask, place]`, the one at a place of each row."""
         x, indices = args
-        masks = [i for i in indices if i is not None]
-        if len(masks) != 1 or masks[0].dtype != torch.bool:
+        tensors = [i for i in indices if i is not None]
+        mask, first = tensors[0], indices.index(tensors[0])
+        rest = indices[first + 1 :]
+        if mask.dtype != torch.bool or rest != tuple(tensors[1:]):
             return None
-        (mask,), first = masks, indices.index(masks[0])
+        if any(i.dtype == torch.bool for i in rest):
+            return None
         fake = node.meta["val"]
         places = self._positions(mask, fake.shape[first], where)
         shape = self.shape(fake)
         if shape is None:
             return None
-        args = (x, (*indices[:first], *places))
+        args = (x, (*indices[:first], *places, *rest))
         return self.builder.emit("aten.index.Tensor", args, shape, x.dtype, where)
 
     def _positions(self, mask: Value, size: Any, where: Location) -> tuple[Value, ...]:

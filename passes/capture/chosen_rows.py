@@ -67,11 +67,11 @@ def keep_all_rows(graph: Graph, autocast: Set[str] = frozenset()) -> Graph:
     return graph
 
 
-def find_loops(graph: Graph) -> tuple[str, ...]:
+def find_loops(graph: Graph, elsewhere: str) -> tuple[str, ...]:
     """A line for the user on what computes all rows several times, such as each expert
-    of a loop."""
+    of a loop. elsewhere: the one line that all of a loss function is said to be at."""
     turns = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
-    lines = [source for source, times in turns.items() if times > 1]
+    lines = [at for at, times in turns.items() if times > 1 and at != elsewhere]
     if not lines:
         return ()
     return (
@@ -236,13 +236,13 @@ class Keeper:
 
     def index(self, node: Node, rows: Rows) -> Value | tuple | None:
         """`x[rows]`: all rows of x; `x[rows, place]`: the one at a place of each."""
-        x, indices = node.named("self indices")
+        x, indices = source, _ = node.named("self indices")
         tensors = [i for i in indices if i is not None]
         first = indices.index(tensors[0])
-        last = first + len(tensors)
+        last, lead = first + len(tensors), len(tensors) - 1
         if self.of(x) or any(not self.of(i) or len(i.shape) != 1 for i in tensors):
             return None
-        if any(i is None for i in indices[first:last]):
+        if None in indices[first:last]:
             return None
         emit, reshape = self.rewriter.emit, self.rewriter.reshape
         if self.counts(tensors, x.shape[first:last]):
@@ -258,17 +258,21 @@ class Keeper:
             places = (*indices[:first], place, *indices[last:])
             (out,) = self.rewriter.keep(replace(node, args=(x, places)))
             return None if out is None else self.picked(out, rows, first, x)
+        if not first and lead > 1 and self.counts(tensors[:lead], x.shape[:lead]):
+            x = reshape(x, (rows.count, *x.shape[lead:]))
+            tensors = [emit("aten.arange.default", rows.count), tensors[-1]]
+            self.rows[tensors[0].name] = replace(rows, factor=0, extents=x.shape[:1])
         if first or len(tensors) != 2:
             return None
         if self.counts(tensors[1:], x.shape[1:2]):
             tensors, x = tensors[::-1], emit("aten.transpose.int", x, 0, 1)
         if not self.counts(tensors[:1], x.shape[:1]):
             return None
-        rest = x.shape[2:]
-        place = reshape(tensors[1], (rows.count, 1, *(1 for _ in rest)))
+        rest, place = x.shape[2:], self.counted(tensors[1], rows, x.shape[1])
+        place = reshape(place, (rows.count, 1, *(1 for _ in rest)))
         place = self.rewriter.expand(place, (rows.count, 1, *rest))
         picked = emit("aten.gather.default", x, 1, place)
-        return self.picked(reshape(picked, (rows.count, *rest)), rows, 0, x)
+        return self.picked(reshape(picked, (rows.count, *rest)), rows, 0, source)
 
     def index_select(self, node: Node, rows: Rows) -> Value | tuple | None:
         x, dim, index = arguments(node).values()
@@ -282,6 +286,12 @@ class Keeper:
         shape = [rows.count if d == dim else 1 for d in range(len(x.shape))]
         chosen = self.rewriter.reshape(rows.chosen, shape)
         return self.rewriter.emit("aten.where.ScalarOther", chosen, x, other)
+
+    def counted(self, place: Value, rows: Rows, n: int) -> Value:
+        """Places of rows among n, those counted from the end too; 0 of others."""
+        emit, place = self.rewriter.emit, self.masked(place, rows, 0)
+        back = emit("aten.lt.Scalar", place, 0), emit("aten.add.Tensor", place, n)
+        return emit("aten.where.self", *back, place)
 
     def harmless(self, x: Value) -> Value:
         """x, but for rows that were not chosen: what an op makes of these may be no
@@ -299,29 +309,35 @@ class Keeper:
         return self.harmless(out) if source.name in sources else out
 
     def index_put(self, node: Node, rows: Rows) -> Value | None:
-        """`y[rows] = values`, or with `+=`, where values may be of all rows alike."""
+        """`y[rows] = values`, or `+=`, or `y[rows, place]`; or values of no row."""
         y, indices, values, accumulate = arguments(node).values()
         tensors = [i for i in indices if i is not None]
-        by_mask = [self.name_of(i) for i in tensors] == [rows.mask]
+        by_mask = self.name_of(tensors[0]) == rows.mask
         # Rows may be those of a mask that is seen in another shape.
         shape = tensors[0].shape if by_mask else rows.extents
         lead = shape if math.prod(shape) == rows.count else rows.extents
-        if self.of(y) or y.shape[: len(lead)] != lead:
+        among = tensors[1 if by_mask else len(lead) :]
+        of_rows = among if by_mask else tensors
+        known = all(self.of(i) and len(i.shape) == 1 for i in of_rows)
+        known = known and (by_mask or self.counts(indices[: len(lead)], lead))
+        if self.of(y) or y.shape[: len(lead)] != lead or len(among) > 1 or not known:
             return None
-        if not (by_mask or self.counts(indices, lead)):
-            return None
-        if any(len(i.shape) != 1 for i in indices) and not by_mask:
-            return None
-        rest, written = y.shape[len(lead) :], self.of(values)
+        emit, reshape = self.rewriter.emit, self.rewriter.reshape
+        rest, written = y.shape[len(lead) + len(among) :], self.of(values)
         if written:
             if written.dim or len(values.shape) != len(rest) + 1:
                 return None
-            values = self.rewriter.reshape(values, (*lead, *values.shape[1:]))
+            values = reshape(values, (*lead, *[1] * len(among), *values.shape[1:]))
         elif len(values.shape) > len(rest):
             return None
-        shape = (*lead, *(1 for _ in rest))
-        chosen = self.rewriter.reshape(rows.chosen, shape)
-        emit = self.rewriter.emit
+        shape = (*lead, *(1 for _ in (*among, *rest)))
+        chosen = reshape(rows.chosen, shape)
+        for place in among:
+            n = y.shape[len(lead)]
+            place = reshape(self.counted(place, rows, n), shape)
+            each = reshape(emit("aten.arange.default", n), (n, *(1 for _ in rest)))
+            here = emit("aten.eq.Tensor", place, each)
+            chosen = emit("aten.mul.Tensor", chosen, here)
         if accumulate:
             values = emit("aten.where.ScalarOther", chosen, values, 0)
             return emit("aten.add.Tensor", y, values)

@@ -115,7 +115,7 @@ def trace(
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
     graph = keep_all_rows(traced.graph, traced.autocast.keys())
-    remarks = find_loops(traced.graph)
+    remarks = find_loops(traced.graph, _place_of(loss_fn or model.forward))
     _refuse_sources(graph, names)
     graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
     values = wrapper.unseen.known
@@ -307,8 +307,11 @@ def _export_once(
 
 
 def _place_of(function: Any) -> str:
-    """File and line of a function, where it has one."""
-    code = getattr(function, "__code__", None)
+    """File and line of a function, or of what an object is called by, where it has one:
+    of a module its forward."""
+    called = type(function).__call__
+    called = function.forward if isinstance(function, nn.Module) else called
+    code = getattr(function, "__code__", getattr(called, "__code__", None))
     if code is None:
         return ""
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
