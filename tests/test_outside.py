@@ -40,9 +40,12 @@ class Teacher:
         torch.manual_seed(1)
         self.model = randomize(Stack(layers=1)).double().requires_grad_(False)
         self.weight = torch.ones((), dtype=torch.float64)
+        self.table = torch.zeros(4)
 
     def loss(self, out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         wanted = self.model(batch["input_ids"])
+        if self.table[0] != 0 or not bool(self.weight > 0):
+            wanted = wanted + self.table.sum()
         return self.weight * F.mse_loss(out, wanted)
 
 
@@ -65,6 +68,7 @@ def test_a_teacher_that_the_loss_asks_is_part_of_the_program(
 
 CHANGES: dict[str, tuple[Callable[[Teacher], Any], str]] = {
     "in place": (lambda teacher: teacher.weight.mul_(2), "test_outside.py:"),
+    "what was asked": (lambda teacher: teacher.table.add_(1), "test_outside.py:"),
     "by .data": (lambda teacher: teacher.weight.data.mul_(2), "test_outside.py:"),
     "weights": (
         lambda teacher: next(teacher.model.parameters()).data.mul_(0.5),
@@ -87,6 +91,23 @@ def test_what_changes_after_it_was_compiled_is_refused(how):
         for _ in range(2):
             step(**batch)
     assert str(told.value.source).startswith(file)
+
+
+def test_a_loss_that_chooses_rows_twice_is_no_loop_over_experts():
+    def loss(out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        chosen = batch["labels"] != -100
+        return (out[chosen] * batch["input_ids"][~chosen].sum()).square().mean()
+
+    assert student(loss).trace().remarks == ()
+
+
+def test_what_is_drawn_is_no_known_value():
+    table = torch.zeros(4)
+
+    def loss(out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return out.mean() * (1 if torch.rand_like(table).sum() > 2 else 2)
+
+    assert "by if, while or bool()" in refused(loss).message
 
 
 def reads_detached(out: Tensor, scale: nn.Parameter) -> Tensor:

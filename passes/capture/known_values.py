@@ -1,5 +1,6 @@
-"""Values of what a model computes of its buffers alone, while it is captured: a forward
-may ask about them, as whether a table has been filled."""
+"""Values of what is computed of buffers and of tensors outside of the model alone,
+while a model is captured: forward may ask about them, as whether a table has been
+filled, and so may a frozen teacher that a loss function calls."""
 
 from __future__ import annotations
 
@@ -9,13 +10,26 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ..nested import tensors
 
 READS = (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.item)
+
+
+class _Drawn(Exception):
+    """A value is another one each time."""
+
+
+class _NoChance(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Drawn
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -51,11 +65,14 @@ class KnownValues:
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remembers how a call would be made with the values."""
-        if not isinstance(result, Tensor) or not self.made:
+        if not isinstance(result, Tensor):
             return
         read = {id(x): x for x in tensors((args, kwargs))}
-        if read and id(result) not in read and all(map(self._has, read.values())):
-            made = {key: self.made[key] for key in read}
+        if not read or id(result) in read:
+            return
+        known = {key: self._made(x) for key, x in read.items()}
+        made = {key: one for key, one in known.items() if one is not None}
+        if len(made) == len(read):
             names = frozenset[str]().union(*(one.buffers for one in made.values()))
 
             def make() -> Any:
@@ -68,13 +85,20 @@ class KnownValues:
 
     def read(self, func: Any, x: Any) -> Any:
         """What a call that reads a number gives; None where it is not known."""
-        if func not in READS or not isinstance(x, Tensor) or not self._has(x):
+        made = self.made.get(id(x)) if func in READS else None
+        if made is None or made.version != x._version:
             return None
-        made = self.made[id(x)]
         self.asked |= made.buffers
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return func(made.make())
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), _NoChance():
+            try:
+                return func(made.make())
+            except _Drawn:
+                return None
 
-    def _has(self, x: Tensor) -> bool:
+    def _made(self, x: Tensor) -> _Made | None:
+        """None of what is not known. What is no tensor of the capture has its values:
+        `passes.capture.outside` refuses steps once they have changed."""
+        if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
+            return _Made(x, x._version, lambda: x, frozenset())
         made = self.made.get(id(x))
-        return made is not None and made.version == x._version
+        return made if made is not None and made.version == x._version else None

@@ -126,6 +126,6 @@ class Unseen(TorchFunctionMode):
             raise
         if not torch.compiler.is_dynamo_compiling():  # a part, as of torch.cond
             note_outside(self.names, (args, kwargs), result)
-        self.known.note(func, args, kwargs or {}, result)
+            self.known.note(func, args, kwargs or {}, result)
         self.read = read_by(func, args, result) or self.read
         return self.guards.note(func, args, kwargs or {}, result)
