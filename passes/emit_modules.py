@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from .choose_schedule import splits_backward
 from .program import coords_text
 from .shard.sharding import local_extent
 from .stage.check_alike import check_alike
@@ -40,7 +39,7 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
     Stages of equal text, and ranks of equal shapes, are worked out once.
     """
     plan = staged.plan
-    halves = splits_backward(plan)
+    halves = plan.splits_backward
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     mesh_axes = plan.mesh.stage_axes
     known: dict[object, tuple[str, str, LocalStage]] = {}
@@ -79,6 +78,7 @@ Split = tuple[int, tuple[str, ...]]  # the extent of a dim, and the axes that sp
 
 
 def find_splits(stage: Stage) -> list[Split]:
+    """Returns (extent, axes) of every named dim that is split in a stage, in order."""
     return sorted(
         {
             (dim.size, axes)

@@ -10,7 +10,6 @@ from .capture.input_ranges import find_input_ranges
 from .capture.lower_precision import lower_precision
 from .capture.normalize import normalize
 from .capture.trace import Traced
-from .choose_schedule import splits_backward
 from .dims.name_dims import Named, name_dims
 from .emit_modules import emit_modules
 from .errors import AutoparError, BatchError, CaptureError
@@ -46,7 +45,7 @@ def compile_program(
     watch: called with each pass's name and what it made, which prints.
     """
     check_sources(traced)
-    splits_backward(plan)  # what cannot run is refused before the work begins
+    _ = plan.splits_backward  # what cannot run is refused before the work begins
     watch("trace", traced)
     ranges = find_input_ranges(traced.graph)
     lowered, remarks = lower_few(traced, plan, watch) or lower(traced, plan, watch)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
 
 from .capture.mixed_precision import Lowering, Stream, low_dtype
+from .cost import Seconds
 from .decode import decode, parse_json
 from .errors import AutoparError
 from .mesh import AXES, PIPELINE, TIME, Mesh, usual_split
 from .ranges import check_range, shown
 from .recompute.recompute import POLICIES
-from .schedule.make_schedule import SCHEDULES, USUAL_SCHEDULE, place_stages
+from .schedule.fit_schedule import Limits, fit_schedule
+from .schedule.footprint import Footprint
+from .schedule.make_schedule import (
+    SCHEDULES,
+    USUAL_SCHEDULE,
+    make_schedule,
+    place_stages,
+)
+from .schedule.order import read_order
+from .schedule.schedule import Schedule, add_communication
 
 FORMAT = 1
 AGAIN = "compile it again with this version of autopar"
@@ -291,6 +301,20 @@ class Plan:
         they run, what of a layer is computed again."""
         return self.stages > 1 or self.recompute == AUTO
 
+    def decided_schedule(self) -> Schedule:
+        """What is named or listed, with its messages. Raises ScheduleError."""
+        args = self.mesh.pipeline_ranks, self.microbatches, self.stages_per_rank
+        if self.schedule == AUTO:
+            return read_order(self.order, *args)
+        return add_communication(make_schedule(self.schedule, *args))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards run in halves; those of a schedule that is made do."""
+        if self.schedule == AUTO and not self.order:
+            return True
+        return self.decided_schedule().splits_backward
+
     @property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each stage; none before a schedule is made."""
@@ -324,3 +348,16 @@ class Plan:
             raise PlanError("the plan has no mesh", fix=MESH)
         plan: Plan = decode(cls, data, "the plan", PlanError, USUAL)
         return plan
+
+
+def fit_plan(
+    plan: Plan,
+    seconds: Sequence[Seconds],
+    footprints: Sequence[Footprint],
+    limits: Limits,
+    send: float,
+) -> Schedule:
+    """Makes the schedule that a plan leaves open. See `fit_schedule`: what stages take
+    of one microbatch. send: seconds of a message. Raises ScheduleError."""
+    args = plan.microbatches, plan.mesh.pipeline_ranks, plan.stages_per_rank
+    return fit_schedule(*args, seconds, footprints, limits, send).schedule

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .choose_schedule import choose_schedule
+from .plan import AUTO, Plan, fit_plan
 from .price.account import Account, by_rank, memory_of
+from .price.candidate import Candidate
 from .price.cluster import Cluster
 from .price.compiled_cost import activation_budget, count_once, stage_accounts
+from .price.estimate import Estimate, run_accounts
 from .price.stage_seconds import StageSeconds, stage_seconds
+from .program import Program
 from .schedule.check_schedule import check
 from .schedule.memory import RankMemory, check_memory
+from .schedule.order import write_order
 from .schedule.schedule import Schedule
 from .stage.local_stage import LocalStage
 from .stage.split_stages import Staged
@@ -49,9 +53,39 @@ def schedule_stages(
     limits = activation_budget(accounts, locals, plan.memory)
     seconds, footprints = [t.halves for t in took], [t.footprint for t in took]
     send = max((t.send for t in took[:-1]), default=0.0)
-    schedule = choose_schedule(plan, seconds, footprints, limits, send)
+    if plan.schedule == AUTO and not plan.order:
+        schedule = fit_plan(plan, seconds, footprints, limits, send)
+    else:
+        schedule = plan.decided_schedule()
     counted = count_once(accounts, locals, schedule.stage_to_rank)
     ranks = by_rank(counted, schedule.stage_to_rank)
     memory = tuple(map(RankMemory.of, memory_of(ranks, footprints, schedule)))
     check_memory(memory, plan.memory)
     return Scheduled(schedule, tuple(counted), took, memory)
+
+
+def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candidate:
+    """What a compiled plan decides, as the planner has it. layers: of each stage."""
+    return Candidate(
+        plan.mesh,
+        0,  # how many samples the example batch had changes nothing here
+        plan.microbatches,
+        plan.schedule,
+        plan.stages_per_rank,
+        plan.zero,
+        plan.recompute,
+        tuple(layers),
+        order=write_order(schedule) if plan.schedule == AUTO else (),
+    )
+
+
+def estimate_program(program: Program, cluster: Cluster) -> Estimate:
+    """The step of a compiled program. What its ops take is as it was when it was
+    compiled; messages and updates take what they do on the cluster."""
+    accounts, schedule = [stage.account for stage in program.stages], program.schedule
+    layers = [len(stage.layers) for stage in program.stages]
+    candidate = candidate_of(program.plan, schedule, layers)
+    ranks = by_rank(accounts, schedule.stage_to_rank)
+    took = [stage_seconds(a, program.mesh, cluster) for a in accounts]
+    memory = memory_of(ranks, [t.footprint for t in took], schedule)
+    return run_accounts(accounts, ranks, took, memory, candidate, cluster)

@@ -10,7 +10,6 @@ from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.passes.estimate_program import estimate_program
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.candidate import Candidate
@@ -19,6 +18,7 @@ from autopar.passes.price.estimate import Estimate
 from autopar.passes.program import Program
 from autopar.passes.read_program import read_program
 from autopar.passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.schedule_stages import estimate_program
 from autopar.passes.search.balance_layers import balance_ranks
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import ShortModel, capture_short, make_prices, plan_of

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from math import prod
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,23 +24,22 @@ from torch import Tensor, nn
 
 from autopar.passes.dims.probe import holds
 from autopar.passes.graph import OWN, Node, Value
-from autopar.passes.mesh import AXES, Axis, Mesh
+from autopar.passes.mesh import Mesh
 from autopar.passes.ops.cotangents import Cotangents
-from autopar.passes.ops.op import OPS, Op, OutCotangents, Place, op_of
+from autopar.passes.ops.op import OPS, Op, OutCotangents, Place
 from autopar.passes.ops.rules import equation
 from autopar.passes.price.candidate import Candidate
-from autopar.passes.recompute.recompute import POLICIES, Again, Run
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.make_schedule import (
-    SCHEDULES,
-    NamedSchedule,
-    in_phases,
     make_schedule,
 )
-from autopar.passes.schedule.schedule import Schedule
 from autopar.passes.search.by_formula import in_flight
 from autopar.passes.search.candidates import searched
 from autopar.runtime.comm.comm import Comm
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "examples/guides/contributing.md").read_text()
+DIFFS = re.findall(r"```diff\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def add_op(monkeypatch: pytest.MonkeyPatch, op: Op) -> None:
@@ -45,6 +48,34 @@ def add_op(monkeypatch: pytest.MonkeyPatch, op: Op) -> None:
     if not op.name.startswith("aten."):
         arguments = {a: (i, None) for i, a in enumerate(op.heeds.split())}
         monkeypatch.setitem(OWN, op.name, arguments)
+
+
+def perform(number: int, monkeypatch: pytest.MonkeyPatch, **known: Any) -> Any:
+    """Does what a diff of the guide shows, until the test ends. known: names that its
+    files would have. Returns all that is known then."""
+    names = SimpleNamespace(**known)
+    for path, changes in re.findall(r"--- (\S+)\n((?:(?!---).*\n)*)", DIFFS[number]):
+        dotted = path.removesuffix(".py").replace("/", ".")
+        module = import_module(
+            f"autopar.{dotted}".replace("autopar.autopar", "autopar")
+        )
+        source, table = (ROOT / path).read_text(), ""
+        vars(names).update({**vars(module), **vars(names)})
+        for sign, lines in re.findall(r"^((?:\+.*\n)+)|^([^+].*\n)", changes, re.M):
+            if lines:
+                assert lines[1:] in source, f"{path} has no line '{lines[1:]}'"
+                table = lines[1:].partition(":")[0]
+                continue
+            text = dedent(sign.replace("\n+", "\n")[1:])
+            if text.startswith('"'):
+                for name, made in eval(f"{{{text}}}", vars(names)).items():
+                    monkeypatch.setitem(vars(module)[table], name, made)
+            elif text.startswith("Op("):
+                for op in eval(f"({text})", vars(names)):
+                    add_op(monkeypatch, op)
+            else:
+                exec(text + "    ..." * text.endswith(":\n"), vars(names))
+    return names
 
 
 class Toy(nn.Module):
@@ -70,17 +101,6 @@ def case(model: Toy) -> Case:
 
 # --- An op ------------------------------------------------------------------------
 
-BILINEAR = Op(
-    "aten.bilinear",
-    "input1 input2 weight",
-    "... i+, ... j+, k i+ j+ -> ... k",
-    "default(x(a, b), x(a, c), x(d, b, c))",
-    linear="in each",
-    is_product=True,
-    flops=lambda node: 2 * node.out.numel * prod(node.operands[2].shape[1:]),
-    autocast="equal",
-)
-
 
 class Bilinear(Toy):
     def layer(self, x: Tensor) -> Tensor:
@@ -96,10 +116,10 @@ def test_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
         return any("tp" in axes for axes_of_dim in spec.slots for axes in axes_of_dim)
 
     assert not splits_weight()
-    add_op(monkeypatch, BILINEAR)
+    perform(0, monkeypatch)
     assert splits_weight()
     case(Bilinear()).verify("tp=2", split=split)
-    for example in declared(BILINEAR):
+    for example in declared(OPS["aten.bilinear"]):
         for one in draws(example):
             rule = equation(one)
             assert rule is not None
@@ -111,15 +131,8 @@ def test_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- A schedule -------------------------------------------------------------------
 
 
-def one_ahead(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """1F1B with a forward more ahead on each rank."""
-    phases = [[(ranks - rank, "F0"), (microbatches, "F0 B0")] for rank in range(ranks)]
-    return in_phases("one-ahead", microbatches, range(ranks), phases)
-
-
 def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = NamedSchedule(one_ahead, in_flight=lambda p, m, v: p + 1)
-    monkeypatch.setitem(SCHEDULES, "one-ahead", ahead)
+    perform(1, monkeypatch)
     case(Bilinear()).verify("pp=2", 4, schedule="one-ahead")
     schedule = make_schedule("one-ahead", 2, 4)
     peaks = [peak_in_flight(actions) for actions in schedule.ranks]
@@ -132,7 +145,7 @@ def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mesh_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AXES, "rows", Axis(("seq",), shares_parameters=True))
+    perform(2, monkeypatch)
     for mesh, zero in (("rows=2", 0), ("rows=3", 3), ("rows=2,tp=2", 1)):
         case(Bilinear()).verify(mesh, zero=zero)
     program = case(Bilinear()).compile("rows=2", zero=3)
@@ -142,15 +155,9 @@ def test_a_mesh_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- A recomputation policy -------------------------------------------------------
 
 
-def rowwise(run: Run) -> Again:
-    """What ops make of a row at a time, which costs little to make again."""
-    rows = (n for n in run.forward if op_of(n).rowwise)
-    return Again({v.name for n in rows for v in n.results})
-
-
 @pytest.mark.slow
 def test_a_recomputation_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "rowwise", rowwise)
+    perform(3, monkeypatch)
 
     def saved(recompute: str) -> int:
         program = cut_gpt().compile("tp=2", recompute=recompute)
@@ -195,13 +202,9 @@ class Cumulative(Toy):
 
 def test_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cumulative sum over rows that ranks share: without it they are gathered."""
-    collective = Op(
-        "comm.running_sum",
-        "x axes dim back",
-        kind="all_gather",
-        derivative=d_running_sum,
-    )
-    add_op(monkeypatch, collective)
+    own = perform(4, monkeypatch, d_running_sum=d_running_sum)
+    shown, made = signature(own.running_sum), signature(running_sum)
+    assert [*shown.parameters][1:] == [*made.parameters][1:]
     monkeypatch.setattr(Comm, "running_sum", running_sum, raising=False)
     spread = replace(OPS["aten.cumsum"], rule="b s~ k -> b s~ k", on_rank=over_ranks)
     monkeypatch.setitem(OPS, "aten.cumsum", spread)
@@ -215,16 +218,5 @@ def test_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_guide_shows_each_in_at_most_fifteen_lines() -> None:
-    root = Path(__file__).parents[1]
-    section = (root / "examples/guides/contributing.md").read_text()
-    shown = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
-    own = Path(__file__).read_text()
-    assert len(shown) == 5
-    for diff in shown:
-        lines = diff.splitlines()
-        assert len(lines) <= 15
-        assert all((root / line[4:]).exists() for line in lines if line[:3] == "---")
-        words = {
-            w for line in lines if line[0] == "+" for w in re.findall(r"\w+", line)
-        }
-        assert {w for w in words if w not in own} <= {"self", "Axes"}
+    assert len(DIFFS) == 5
+    assert all(len(diff.splitlines()) <= 15 for diff in DIFFS)

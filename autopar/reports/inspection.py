@@ -13,7 +13,6 @@ import torch
 
 from autopar.machine.measured_cluster import how_priced, known_cluster
 from autopar.passes.capture.mixed_precision import Stream
-from autopar.passes.estimate_program import estimate_program
 from autopar.passes.graph_text import DTYPES
 from autopar.passes.mesh import PIPELINE
 from autopar.passes.price.cluster import Cluster
@@ -21,6 +20,7 @@ from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.footprint import COMMUNICATION_PARTS, Communication
 from autopar.passes.schedule.simulate_schedule import grid
+from autopar.passes.schedule_stages import estimate_program
 from autopar.reports.memory_table import memory_table
 from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern

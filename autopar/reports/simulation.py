@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.passes.estimate_program import estimate_program
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import BEFORE, Estimate, schedule_of
 from autopar.passes.price.stage_seconds import StageSeconds
@@ -23,6 +22,7 @@ from autopar.passes.schedule.step_run import (
     Work,
     run_step,
 )
+from autopar.passes.schedule_stages import estimate_program
 from autopar.reports.tables import Table
 from autopar.terminal import width, wrap
 from autopar.units import count, seconds

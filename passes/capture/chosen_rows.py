@@ -144,6 +144,7 @@ class Keeper:
         return v
 
     def visit(self, _: Rewriter, node: Node) -> Any:
+        """The rule for all nodes: what one makes of rows that were chosen."""
         if node.op == CHOOSES:
             return self.choose(node)
         chosen = [r for v in node.operands if (r := self.of(v))]

@@ -52,6 +52,7 @@ class LossModule(nn.Module):
         self.functions = Functions()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The loss, a scalar, and what else the model returns, of a batch's fields."""
         before = dict(self.model.named_buffers())
         self.unseen.known.begin(before)
         self.unseen.guards.asked.clear()

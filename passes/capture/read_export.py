@@ -63,6 +63,8 @@ class ExportReader:
         return value
 
     def read(self, module: fx.GraphModule) -> Any:
+        """Reads a graph that torch exported, and returns its outputs as values.
+        Raises: CaptureError."""
         result = None
         for node in regions(list(module.graph.nodes)):
             if isinstance(node, list):
@@ -77,6 +79,8 @@ class ExportReader:
         return result
 
     def call(self, node: fx.Node) -> Any:
+        """Appends the node of a call; returns its results, as values or as numbers that
+        the model asked for. Raises: CaptureError for what is no plain operator."""
         args = tuple(_plain(fx.map_arg(a, self.values.__getitem__)) for a in node.args)
         kwargs = {
             k: _plain(fx.map_arg(v, self.values.__getitem__))
@@ -230,6 +234,7 @@ class ExportReader:
             )
 
     def where(self, node: fx.Node) -> Location:
+        """The module and the line of the user's source that a node comes from."""
         stack = node.meta.get("nn_module_stack") or {}
         path = list(stack.values())[-1][0] if stack else ""
         module = path.removeprefix("model").removeprefix(".")

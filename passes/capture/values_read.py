@@ -103,6 +103,7 @@ class Read:
     fix: str = ""
 
     def error(self, source: str = "") -> CaptureError:
+        """The refusal of a shape that depends on values. source: where it is used."""
         if self.name == "one_hot":
             return CaptureError(
                 "how many classes one_hot has depends on the values of tensors, but "

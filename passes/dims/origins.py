@@ -16,6 +16,8 @@ from ..ops.random import CHANCE
 
 
 class Origin(enum.Flag):
+    """What a value depends on; on nothing, if it is a constant."""
+
     CONSTANT = 0  # also buffers and literals
     INPUT = enum.auto()
     PARAM = enum.auto()

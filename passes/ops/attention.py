@@ -89,6 +89,8 @@ def on_shard(
     documents: Tensor | None = None,
     shown: Tensor | None = None,
 ) -> Tensor:
+    """Attention of rows that begin at a global one: q [B,H,S,E], k [B,G,T,E] and
+    v [B,G,T,V] of all keys -> [B,H,S,V]."""
     rows, columns = torch.arange(q.shape[2]) + start, torch.arange(k.shape[2])
     apart = rows[:, None] - columns
     seen = (apart >= 0) & (apart < (window or len(columns)))

@@ -69,6 +69,7 @@ def added_by_columns(node: Node) -> int:
 
 
 def of_einsum(node: Node) -> int:
+    """Flops: each combination of letters is a multiply-add."""
     text = letters_of_einsum(node)
     rule = None if text is None else parse(text, node)
     if rule is None:

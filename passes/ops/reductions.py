@@ -22,6 +22,8 @@ def dims_of(node: Node, name: str = "dim") -> list[int]:
 
 
 def reduced(suffix: str) -> Callable[[Node], str]:
+    """The rule of a reduction, whose dims have a suffix: `+` is summed, `!` whole."""
+
     def rule(node: Node) -> str:
         x = letters(len(node.operands[0].shape))
         dims = dims_of(node)

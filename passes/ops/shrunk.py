@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..graph import Node, Value
+from ..graph import Node, Value, resolve
 from ..ops.op import Small
 
 
@@ -21,8 +21,7 @@ def view(_: Small, node: Node, new: Node) -> Node:
 def arange(at: Small, node: Node, new: Node) -> Node:
     """As many as there are; one that begins elsewhere begins there still."""
     count = new.out.shape[0] if new.out.shape else 1
-    kind = node.op.rpartition(".")[2]
-    if kind == "default":
+    if resolve(node.op)._overloadname == "default":
         return new.with_args(end=type(node.arg("end"))(count))
     start, step = node.arg("start"), node.arg("step") or 1
     if isinstance(start, int):

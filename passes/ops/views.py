@@ -69,6 +69,7 @@ def cut(node: Node) -> str:
 
 
 def joined(node: Node) -> str:
+    """cat: the dim along which it joins must be whole."""
     x = letters(len(node.out.shape))
     dim = node.arg("dim") % len(x)
     operands = []
@@ -88,6 +89,7 @@ def stacked(node: Node) -> str:
 
 
 def repeated(node: Node) -> str | None:
+    """repeat_interleave by a number: the dim becomes (its own, which copy)."""
     if node.op != "aten.repeat_interleave.self_int":
         return None
     x = letters(len(node.operands[0].shape))

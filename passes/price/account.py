@@ -163,6 +163,7 @@ class Account(Amounts):
         weight: PartCost,
         step: PartCost | None = None,
     ) -> Account:
+        """The account with other costs of its parts; the step's may stay."""
         step = step or self.step
         return self.changed(
             forward=forward, backward=backward, weight=weight, step=step

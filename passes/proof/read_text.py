@@ -67,6 +67,8 @@ class Number:
 
 @dataclass(frozen=True)
 class Statement:
+    """One line of a module: its text with the numbers taken out, and these."""
+
     text: str
     numbers: tuple[Number, ...]
 

@@ -75,6 +75,7 @@ class Shrinker:
     # --- nodes ----------------------------------------------------------------------
 
     def node(self, node: Node) -> Node:
+        """The node with the small model's shapes, and the arguments that follow."""
         outs = tuple(None if v is None else self.value(v) for v in node.outs)
         new = Node(
             node.op,

@@ -40,6 +40,7 @@ Timer = Callable[[Candidate], Timed]
 
 
 def prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
+    """Returns seconds and bytes of a candidate's layers."""
     return prices(
         layer_mesh(candidate.mesh),
         candidate.recompute,

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..choose_schedule import choose_schedule, decided_schedule, splits_backward
 from ..errors import AutoparError
-from ..plan import AUTO, RECOMPUTE, Plan
+from ..plan import AUTO, RECOMPUTE, Plan, fit_plan
 from ..price.account import Account, by_rank, rank_memory
 from ..price.cluster import Cluster
 from ..price.compiled_cost import activation_budget, count_once, stage_accounts
@@ -97,7 +96,7 @@ class _Search:
         if key not in self.known:
             sizes = {axis: plan.size(axis) for axis in plan.axes}
             first = dict.fromkeys((*sizes, *(axis for axis, _ in plan.mesh.axes)), 0)
-            made = (plan.zero, splits_backward(plan), plan.scales_loss)
+            made = (plan.zero, plan.splits_backward, plan.scales_loss)
             self.known[key] = differentiate(stage, sizes, first, policies, *made)
         return replace(self.known[key], stage=stage)
 
@@ -124,7 +123,7 @@ class _Search:
         problems: gets what is in the way of those that cannot be.
         """
         if self.plan.schedule != AUTO or self.plan.order:
-            yield decided_schedule(self.plan)
+            yield self.plan.decided_schedule()
             return
         for policy in RECOMPUTE:
             locals_ = [self.uniform(stage, policy) for stage in self.stages]
@@ -134,7 +133,7 @@ class _Search:
                 took = self.timed(accounts)
                 seconds = [t.halves for t in took]
                 footprints = [t.footprint for t in took]
-                yield choose_schedule(self.plan, seconds, footprints, limits, 0.0)
+                yield fit_plan(self.plan, seconds, footprints, limits, 0.0)
             except ScheduleError as error:
                 problems.append(error)
 

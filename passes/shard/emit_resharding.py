@@ -52,6 +52,9 @@ class ReshardEmitter:
         varying: bool,
         where: Location,
     ) -> Value:
+        """All-gathers v over an axis, which split a place of it (a dim, a slot there).
+        varying: whether ranks go on to do different things with it."""
+
         def collective(x: Value, dim: int) -> Value:
             out = self.shardings[x.name].without_split(axis)
             if varying:
@@ -63,6 +66,8 @@ class ReshardEmitter:
     def scatter(
         self, v: Value, axis: str, place: tuple[int, int], where: Location
     ) -> Value:
+        """Reduce-scatters v, a pending sum over an axis, which then splits a place."""
+
         def collective(x: Value, dim: int) -> Value:
             have = self.shardings[x.name]
             left = {a: o for a, o in have.pending if a != axis}
@@ -76,6 +81,8 @@ class ReshardEmitter:
     def shard(
         self, v: Value, axis: str, place: tuple[int, int], where: Location
     ) -> Value:
+        """Slices v, which ranks of an axis have whole and then split a place of."""
+
         def collective(x: Value, dim: int) -> Value:
             have = self.shardings[x.name]
             out = have.with_varying(have.varying - {axis})
@@ -136,6 +143,7 @@ class ReshardEmitter:
     def reshape(
         self, v: Value, dims: Dims, sharding: Sharding, where: Location
     ) -> Value:
+        """v seen with other named dims, of the same elements in the same order."""
         shape = []
         for factors in dims:
             extent = 1

@@ -49,6 +49,7 @@ class LocalStage:
 
     @property
     def parts(self) -> dict[str, tuple[Node, ...]]:
+        """By name, the nodes of what a rank's module does."""
         return {
             "setup": self.setup,
             "prologue": self.prologue,

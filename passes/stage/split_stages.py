@@ -109,6 +109,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Staged:
+    """A graph that is cut into pipeline stages, first to last."""
+
     lowered: Lowered
     plan: Plan
     stages: tuple[Stage, ...]

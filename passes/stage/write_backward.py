@@ -50,6 +50,7 @@ class Writer:
         self.cotangents: dict[str, Value] = {}
 
     def run_forward(self, nodes: list[Node]) -> None:
+        """Takes nodes into the forward, in forms that keep what derivatives read."""
         for node in nodes:
             flows = any(self.cts.wanted(v) for v in node.results)
             if flows and self._derivative(node) is None:

@@ -185,6 +185,7 @@ class Function:
         return spell(node, self.name, choose, self.device)
 
     def statement(self, node: Node, index: Index | None = None) -> str:
+        """The line of a node: its call, named dims and place in the source."""
         text = self.expression(node, index)
         if left := targets(node, self.name):
             text = f"{left} = {text}"
