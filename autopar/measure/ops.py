@@ -31,6 +31,7 @@ from autopar.passes.price.measured import Timed
 from autopar.passes.shard.collectives import SPEAKS, collective
 from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
+from autopar.passes.stage.names import RESIDUALS
 from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.running_stage import load_module
 from autopar.units import seconds
@@ -253,5 +254,5 @@ def _is_node(statement: ast.stmt) -> bool:
         return False
     if isinstance(statement, ast.Assign):
         value = statement.value
-        return not (isinstance(value, ast.Name) and value.id == "saved")
-    return ast.unparse(statement) != "saved.clear()"
+        return not (isinstance(value, ast.Name) and value.id == RESIDUALS)
+    return ast.unparse(statement) != f"{RESIDUALS}.clear()"

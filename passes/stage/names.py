@@ -5,8 +5,9 @@ from __future__ import annotations
 import keyword
 
 # Arguments of functions, what they keep, modules that are imported.
+RESIDUALS = "residuals"
 MODULES = ("torch", "F", "kernels", "aten")
-MEANT = ("c", "p", "g", "k", "b", "i", "residuals", "made", *MODULES)
+MEANT = ("c", "p", "g", "k", "b", "i", RESIDUALS, "made", *MODULES)
 RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})
 # Functions that an executor calls, with tables and collectives.
 FORWARD_ENTRIES = ("setup", "prologue", "forward", "epilogue")

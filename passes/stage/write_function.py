@@ -10,7 +10,7 @@ from ..graph import Node, Value
 from ..stage.hand_over import HandOver, Rows
 from ..stage.links import find_links
 from ..stage.loop import Item, Loop, Scanned
-from ..stage.names import RESERVED
+from ..stage.names import RESERVED, RESIDUALS
 from ..stage.spell import spell, targets
 from ..stage.storages import Alive
 from ..stage.write_loop import Index, LoopWriter, Statements
@@ -81,8 +81,8 @@ class Function:
             self.name(v)
         names = [*map(self.name, residuals), *map(self.rows_name, rows)]
         self.arrived = [*arguments, *residuals]
-        taken = f"[{', '.join(names)}] = residuals"
-        return [taken, "residuals.clear()"] if names else []
+        taken = f"[{', '.join(names)}] = {RESIDUALS}"
+        return [taken, f"{RESIDUALS}.clear()"] if names else []
 
     def body(self, items: Sequence[Item], results: Sequence[Value]) -> list[str]:
         """The items as text, with each local deleted after its last use."""
