@@ -320,8 +320,10 @@ def _check_experts(given, wanted):
 
 
 @dtypes
-def test_each_row_meets_the_weight_of_its_expert(dtype):
-    _check_experts(*_experts(dtype, 5, 3))
+@pytest.mark.parametrize("k", [5, 1])
+def test_each_row_meets_the_weight_of_its_expert(dtype, k):
+    """1: as of biases."""
+    _check_experts(*_experts(dtype, k, 3))
 
 
 def test_products_of_all_experts_at_once(grouped):

@@ -22,6 +22,9 @@ def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
     """Each row times its expert's matrix: x [rows, K], expert [rows], weight [E, K, N]
     -> [rows, N]; zeros where the expert is not in 0 .. E-1.
     """
+    if x.shape[1] == 1:  # as of biases: nothing is summed, and nothing waited for
+        place, inside = _place(expert, len(weight))
+        return weight[place, 0].mul_(x).masked_fill_(~inside, 0)
     order, ends = _by_expert(expert, len(weight))
     x = x[order]
     products = _at_once if _fit(x, weight) else _one_by_one
@@ -34,6 +37,10 @@ def expert_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, expert: Tensor) -> 
 
     Rows whose expert is not in 0 .. E-1 count for none.
     """
+    if x.shape[1] == 1:
+        place, inside = _place(expert, len(grad))
+        grad[..., 0].index_put_((place,), dy * x.where(inside, 0), accumulate=True)
+        return grad
     order, ends = _by_expert(expert, len(grad))
     dy, x = dy[order], x[order]
     if len(grad) <= MOST and _fit(dy, x):
@@ -86,6 +93,13 @@ def _fit(*operands: Tensor) -> bool:
         and (x.is_contiguous() or x.mT.is_contiguous())
         for x in operands
     )  # fmt: skip
+
+
+def _place(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """expert [rows] -> (the same, 0 for others than 0 .. E-1; bool [rows, 1], whether
+    it is none of these)."""
+    inside = (expert >= 0) & (expert < experts)
+    return expert.where(inside, 0), inside[:, None]
 
 
 def _by_expert(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
