@@ -72,6 +72,18 @@ class Detached(Returns):
         return {"loss": 2 * ce, "ce": ce.detach(), "same": (2 * ce).detach()}
 
 
+class Loads(Returns):
+    """Of a vector, as experts' loads, the numbers are looked at one by one, and it as
+    a whole where it is asked for."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+        found = super().forward(input_ids, labels)
+        chosen = found["hidden"][0][..., :4].argmax(-1)
+        load = F.one_hot(chosen, 4).to(found["logits"].dtype).mean((0, 1))
+        each = {f"load.{e}": x for e, x in enumerate(load)}
+        return {"loss": found["ce"], "load": load, **each}
+
+
 def case(make: type[Returns] = Returns, layers: int = 2) -> Case:
     torch.manual_seed(0)
     return Case(randomize(make(layers=layers)), token_batch()).double()
@@ -125,6 +137,18 @@ def test_what_is_cut_off_comes_back(mesh: str, microbatches: int) -> None:
     want = {name: x.item() for name, x in of.model(**of.batch).items()}
     for found in run(of, program):
         assert {k: x.item() for k, x in found.items()} == pytest.approx(want)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 2), ("pp=2,tp=2", 2)])
+def test_numbers_of_a_vector_are_metrics(mesh: str, microbatches: int) -> None:
+    of = case(Loads)
+    plan = make_plan(mesh, microbatches=microbatches)
+    program = compile_offline(of.model, of.batch, plan, outputs=("load",))
+    want = of.model(**of.batch)
+    for found in run(of, program, "load"):
+        assert found.keys() == want.keys()
+        for name, x in found.items():
+            torch.testing.assert_close(x, want[name].detach())
 
 
 @pytest.mark.slow
