@@ -77,6 +77,17 @@ class Contrasted(nn.Module):
         return torch.logsumexp(x @ x.t(), -1).mean()
 
 
+def test_one_row_of_packed_documents_is_one_sample() -> None:
+    config = Config(layers=2, width=32, heads=4, context=8, vocab=101)
+    batch = {"ids": BATCH["input_ids"][:1], "labels": BATCH["labels"][:1]}
+    case = Case(GPT(config), batch).double()
+    (note,) = case.compile("dp=2").remarks
+    assert note.startswith("dp splits no samples") and "an axis cp" in note
+    for mesh in ("dp=2", "cp=2"):
+        case.verify(mesh)
+    assert case.compile("cp=2").remarks == ()
+
+
 def test_products_outside_of_modules_are_not_called_the_model() -> None:
     """Which may be split as it should."""
     case = Case(Contrasted(), {"input_ids": BATCH["input_ids"]})

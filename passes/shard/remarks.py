@@ -37,6 +37,7 @@ def find_remarks(sharded: Sharded) -> tuple[str, ...]:
     ]
     return (
         *remarks,
+        *_without_samples(sharded),
         *_without_experts(sharded),
         *_unruled(sharded),
         *_precision(sharded),
@@ -51,6 +52,23 @@ def _without_experts(sharded: Sharded) -> list[str]:
         if "experts" not in dims:
             remarks.append(f"{axis} splits no experts: only samples, as dp does")
     return remarks
+
+
+def _without_samples(sharded: Sharded) -> list[str]:
+    """Where ranks that should have samples of their own find none, as of a batch of one
+    row in which documents are packed."""
+    products = [
+        own
+        for node, own in zip(sharded.graph.nodes, sharded.op_shardings, strict=True)
+        if op_of(node).is_product
+    ]
+    return [
+        f"{axis} splits no samples, of which the batch has too few: its ranks all "
+        "compute the same; an axis cp splits positions"
+        for axis in sharded.plan.data_axes
+        if axis != TIME and sharded.plan.size(axis) > 1 and products
+        if all(own.get(axis) is None for own in products)
+    ]
 
 
 def _unsplit(sharded: Sharded, axis: str) -> list[str]:
