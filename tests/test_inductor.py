@@ -122,18 +122,18 @@ def test_a_compiled_mask_keeps_the_same_elements(kept):
     )
     names = ", ".join(f"kept_{i}" for i in range(len(CHANCES)))
     text = f"from autopar.runtime import kernels\n{text}\n"
-    text += f"    return kernels.masked_scale(x, kept_0, 2.0), {names}\n"
+    text += f"    return {names}, kernels.masked_scale(x, kept_0, 2.0)\n"
     module = load_module(text, "emitted")
     cache, x = CodeCache(kept), torch.ones(3, 17)
     compile_functions(module, text, cache)
     far = [[(2**40, ((2**40 - 3, 3),))], [(64, ((8, 9), (40, 8)))]]
     for key, op in ((0, 0), (-41, 7), (2**63, 2**31)):
         rows, cols = kernels.counters(key, op, far, CPU)
-        _, *masks = module["masks"](x, rows, cols)
+        *masks, _ = module["masks"](x, rows, cols)
         for p, mask in zip(CHANCES, masks, strict=True):
             assert torch.equal(mask, kernels.kept(rows, cols, p))
     assert cache.taken
-    alone, *masks = module["masks"](x, None, None)  # while evaluating
+    *masks, alone = module["masks"](x, None, None)  # while evaluating
     assert torch.equal(alone, x) and masks == [None] * len(CHANCES)
     assert not cache.refused
 

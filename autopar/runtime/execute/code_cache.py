@@ -43,10 +43,12 @@ Signature = tuple[Any, ...]
 @dataclass(frozen=True)
 class Compiled:
     """What Inductor made of a function. writes: numbers of the tensors among its
-    arguments that it writes over."""
+    arguments that it writes over. nothing: of its results that are None, which are not
+    among those of `run`."""
 
     run: Callable[..., Any]
     writes: tuple[int, ...]
+    nothing: tuple[int, ...] = ()
 
 
 _in_memory: dict[str, Compiled] = {}  # of this process, by key
@@ -129,10 +131,10 @@ class CodeCache:
         # whether g++ knows its instructions.
         known = import_module("torch._inductor.config").patch("cpp.vec_isa_ok", True)
         try:
-            writes = json.loads(_writes_of(path).read_text())
+            numbers = map(tuple, json.loads(_numbers_of(path).read_text()))
             with known:
                 run = inductor.CompiledArtifact.load(path=str(path), format="binary")
-            return Compiled(run, tuple(writes))
+            return Compiled(run, *numbers)
         except Exception as error:
             self.say_once(
                 f"compiled code in {path.parent} cannot be read, and is compiled "
@@ -149,9 +151,9 @@ class CodeCache:
         args: tuple[Any, ...],
     ) -> Compiled:
         self._progress(function, path.parent)
-        graph, fakes, written = function.traced(args)
+        graph, fakes, *numbers = function.traced(args)
         made = inductor.standalone_compile(graph, fakes, dynamic_shapes="from_graph")
-        _writes_of(path).write_text(json.dumps(written))
+        _numbers_of(path).write_text(json.dumps(numbers))
         try:
             made.save(path=str(path), format="binary")
         except Exception as error:
@@ -159,7 +161,7 @@ class CodeCache:
                 f"{function.name} ({function.place}) is compiled again by each "
                 f"process, as it cannot be kept: {type(error).__name__}: {error}"
             )
-        return Compiled(made, tuple(written))
+        return Compiled(made, *map(tuple, numbers))
 
     def _progress(self, function: CompiledFunction, folder: Path) -> None:
         self.compiled += 1
@@ -234,9 +236,9 @@ def _key(source: str, signature: Signature, device: torch.device) -> str:
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
 
 
-def _writes_of(path: Path) -> Path:
-    """The file beside compiled code that says over what it writes."""
-    return path.with_suffix(".writes")
+def _numbers_of(path: Path) -> Path:
+    """The file beside compiled code that has what else `Compiled` is made of."""
+    return path.with_suffix(".numbers")
 
 
 def _listed(text: str, device: torch.device) -> str:

@@ -91,7 +91,9 @@ class CompiledFunction:
                 "memory with another one, and runs as it is written"
             )
             return self.plain(*args)
-        results = compiled.run(*tensors)
+        results = [*compiled.run(*tensors)]
+        for i in compiled.nothing:
+            results.insert(i, None)
         return results[0] if self.single else results
 
     def _prepare(self, signature: Signature, args: tuple[Any, ...]) -> None:
@@ -114,17 +116,22 @@ class CompiledFunction:
 
     def traced(
         self, args: tuple[Any, ...]
-    ) -> tuple[torch.fx.GraphModule, list[Tensor], list[int]]:
+    ) -> tuple[torch.fx.GraphModule, list[Tensor], list[int], list[int]]:
         """(its ATen operations on tensors alone, what else it is given being fixed;
-        tensors without data as it is given; numbers of those that it writes over)."""
+        tensors without data as it is given; numbers of those that it writes over, and
+        of results that are None, as masks of dropout are while evaluating)."""
         names = {**self.plain.__globals__, "kernels": for_inductor}
         plain = FunctionType(self.plain.__code__, names, self.name)
 
-        def on_tensors(*tensors: Tensor) -> Any:
+        nothing: list[int] = []
+
+        def on_tensors(*tensors: Tensor) -> list[Tensor]:
             remaining = iter(tensors)
             every = [next(remaining) if isinstance(a, Tensor) else a for a in args]
             results = plain(*every)
-            return (results,) if self.single else results
+            results = [results] if self.single else results
+            nothing[:] = [i for i, x in enumerate(results) if x is None]
+            return [x for x in results if x is not None]
 
         # Tensors of their own for all arguments: that some are views of one tensor in
         # the call at hand says nothing of the next.
@@ -141,7 +148,7 @@ class CompiledFunction:
         for node in graph.graph.nodes:
             if "val" in node.meta:  # by which Inductor finds the mode
                 node.meta["example_value"] = node.meta["val"]
-        return graph, fakes, written
+        return graph, fakes, written, nothing
 
 
 def _signature(args: tuple[Any, ...]) -> Signature:
