@@ -44,6 +44,13 @@ def in_place_by_a_view(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+def written(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """Where a number was written to what is known by itself, by a view."""
+    place = torch.zeros(ids.shape[1], dtype=ids.dtype)
+    place[1:3].fill_(ids[0, 0])
+    return x if place.max() > 3 else 2 * x
+
+
 def branch(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     if ids.max() > 3:
         return x
@@ -127,6 +134,8 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "numpy": (lambda m, x, ids: x * ids.numpy().sum(), rf"{NUMBERS}\.numpy"),
     "steps": (lambda m, x, ids: x if m.steps > 2 else 2 * x, rf"{NUMBERS}if"),
     "branch": (branch, rf"{NUMBERS}if"),
+    "written": (written, rf"{NUMBERS}if"),
+    "empty": (lambda m, x, ids: x if torch.empty(3).sum() > 1 else -x, rf"{NUMBERS}if"),
     "lengths": (lengths, rf"{NUMBERS}\.item|{ROWS}x"),
     "ones": (lambda m, x, ids: x * torch.ones(ids.max().item()).sum(), NUMBERS),
     "classes": (
@@ -146,6 +155,14 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "by a view": (in_place_by_a_view, r"'mul_' writes in place under no_grad"),
     "recurrent": (lambda m, x, ids: m.stack(x)[0], r"the dropout of 0\.5 .* 'lstm'"),
 }
+
+
+def far(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """Scales frequencies of positions that it counts itself, as a rotary embedding."""
+    place = torch.arange(ids.shape[1]).unsqueeze(0).expand(len(ids), -1)
+    most = place.max() + 1
+    scale = most / 3 if most > 3 else torch.ones(())
+    return x * torch.cos(place / scale)[..., None].to(x)
 
 
 def guarded(m: Any, x: Tensor, ids: Tensor) -> Tensor:
@@ -174,6 +191,7 @@ FIXED: dict[str, Callable[..., Tensor]] = {
     ),
     "no rows": unless_none,
     "of buffers": lambda m, x, ids: x if m.count[:2].sum() else x * (1 + m.count[0]),
+    "of positions": far,
     "item": lambda m, x, ids: x * ids[:, :1, None],
     "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
     "mask": masked,

@@ -1,6 +1,7 @@
-"""Values of what is computed of buffers and of tensors outside of the model alone,
-while a model is captured: forward may ask about them, as whether a table has been
-filled, and so may a frozen teacher that a loss function calls."""
+"""Values of what is computed of buffers, of tensors outside of the model and of numbers
+alone, while a model is captured: forward may ask about them, as whether a table has
+been filled or how far its positions go, and so may a teacher that a loss function asks.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..capture.values_read import UNKNOWN
 from ..nested import tensors
 
 READS = (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.item)
 
 
-class _Drawn(Exception):
+class _AnyValue(Exception):
     """A value is another one each time."""
 
 
-class _NoChance(TorchDispatchMode):
+class _Certain(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Drawn
+        empty = "empty" in func._schema.name
+        if empty or torch.Tag.nondeterministic_seeded in func.tags:
+            raise _AnyValue
         return func(*args, **(kwargs or {}))
 
 
@@ -68,7 +71,8 @@ class KnownValues:
         if not isinstance(result, Tensor):
             return
         read = {id(x): x for x in tensors((args, kwargs))}
-        if not read or id(result) in read:
+        numbers = tree_leaves((args, kwargs))
+        if id(result) in read or any(isinstance(n, UNKNOWN) for n in numbers):
             return
         known = {key: self._made(x) for key, x in read.items()}
         made = {key: one for key, one in known.items() if one is not None}
@@ -89,10 +93,10 @@ class KnownValues:
         if made is None or made.version != x._version:
             return None
         self.asked |= made.buffers
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), _NoChance():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), _Certain():
             try:
                 return func(made.make())
-            except _Drawn:
+            except _AnyValue:
                 return None
 
     def _made(self, x: Tensor) -> _Made | None:
