@@ -72,6 +72,15 @@ def five_dims(m: Block, x: Tensor) -> Tensor:
     return m.join(sdpa(q, k, v, m.bias.unflatten(0, (2, -1))).flatten(1, 2))
 
 
+def causal_beside_a_mask(m: Block, x: Tensor) -> Tensor:
+    """As torch's fused kernel takes them on a CPU; of each sample's own keys."""
+    keys = x.detach()[:, None, None, :, 0]
+    hidden = torch.where(keys > 0.5, torch.finfo(x.dtype).min, keys)
+    y = sdpa(*m.heads(x), hidden, is_causal=True)
+    shown = (keys < 1) | (torch.arange(SEQ) == 0)
+    return m.join(y + sdpa(*m.heads(x), shown, is_causal=True))
+
+
 def keys_of_no_sample(m: Block, x: Tensor) -> Tensor:
     q, k, v = m.heads(x)
     place = torch.arange(SEQ * SIZE, dtype=x.dtype).view(1, 1, SEQ, SIZE) / SEQ / SIZE
@@ -104,6 +113,7 @@ HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
         "one head": one_head,
         "five dims": five_dims,
         "keys of no sample": keys_of_no_sample,
+        "causal beside a mask": causal_beside_a_mask,
     },
     "mlp": {
         "one type, in place": one_type_in_place,
@@ -141,6 +151,10 @@ def test_all_habits_in_one_model(mesh: str) -> None:
 
 def test_what_is_detached_within_a_vmap_has_no_gradient() -> None:
     case(partial(Written, "mlp", HABITS["mlp"]["vmap"])).verify("dp=2", 1)
+
+
+def test_attention_may_be_causal_beside_a_mask() -> None:
+    case(partial(Written, "attention", causal_beside_a_mask)).verify("dp=2,tp=2", 1)
 
 
 def test_what_no_grad_gives_as_it_is_keeps_its_gradient() -> None:

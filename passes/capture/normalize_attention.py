@@ -28,6 +28,8 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
         mask = expanded.operands[0]  # it broadcasts as it is
     seen: dict[str, Any] = {}
+    if mask is not None and is_causal:  # as torch's fused kernel takes both
+        mask, is_causal = _also_causal(rewriter, mask, q.shape[2], k.shape[2]), False
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         known = rewriter.constant(mask)
@@ -62,6 +64,16 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
         args = (q, k, v, mask, is_causal, scale)
         y = rewriter.emit("autopar.attention", *args, **seen)
     return rewriter.reshape(y, node.out.shape)
+
+
+def _also_causal(rewriter: Rewriter, mask: Value, rows: int, columns: int) -> Value:
+    """A mask that hides what comes later, too."""
+    emit = rewriter.emit
+    before = emit("aten.ones.default", (rows, columns), dtype=torch.bool)
+    before = emit("aten.tril.default", before)
+    if mask.dtype == torch.bool:
+        return emit("aten.logical_and.default", mask, before)
+    return emit("aten.where.ScalarOther", before, mask, -math.inf)
 
 
 def _with_heads(
