@@ -86,7 +86,7 @@ def test_arguments_that_share_memory_are_not_written_by_compiled_code(tmp_path):
     """A kernel might read what another one has written over."""
     double = _functions(tmp_path)["double"]  # of rows that are views of one tensor
     base = torch.ones(2, 2)
-    _, _, written = double.traced((base[0], base[1]))
+    _, _, written, _ = double.traced((base[0], base[1]))
     assert written == [0]
     signature = inductor._signature((base[0], base[1]))
     code = code_cache.Compiled(lambda *args: pytest.fail("compiled code wrote"), (0,))
