@@ -52,6 +52,12 @@ def of() -> ShortModel:
     return capture_short(case().model, case().batch)
 
 
+@cache
+def deep() -> ShortModel:
+    made = plain_gpt(layers=16)
+    return capture_short(made.model, made.batch)
+
+
 def slow(devices: int) -> Cluster:
     """Devices on which a small model takes its time by what it computes."""
     cluster = cluster_of(f"{devices}xA100-80GB")
@@ -108,6 +114,24 @@ def test_cuts_are_near_the_best_of_all(schedule: str, microbatches: int) -> None
     ]
     assert min(every) <= found.seconds <= 1.03 * min(every)
     assert found.seconds < 0.85 * max(every), "else any cut would do"
+
+
+@pytest.mark.parametrize("per_rank", [2, 4])
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs"])
+def test_a_formula_knows_how_long_few_microbatches_go_round(
+    schedule: str, per_rank: int
+) -> None:
+    """With fewer of them than ranks, each stage waits for the one before."""
+    made, cluster = deep(), slow(4)
+    prices, space = make_prices(made, cluster), make_space(made, cluster, 64)
+    mesh = Mesh.parse("pp=4")
+    for microbatches in (1, 2, 3, 4, 8):
+        candidate = Candidate(mesh, 1, microbatches, schedule, per_rank, 0, "none", ())
+        ranked = rough(candidate, space, prices)
+        assert ranked is not None
+        seconds, _, complete = ranked
+        took = run_on_paper(complete, prices, cluster).seconds
+        assert seconds == pytest.approx(took, rel=0.03)
 
 
 @pytest.mark.parametrize("share", [pytest.param(10.0, marks=pytest.mark.slow), 0.7])

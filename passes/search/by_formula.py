@@ -188,6 +188,10 @@ def rough_seconds(
     fill = max(0.0, fill) + 2 * typical.send
     busy = [sum(t.total for t in own) for own in took]
     seconds = m * max(busy) + (ranks - 1) * fill
+    # Where microbatches are fewer than ranks, each rank waits for the first of them to
+    # come round before its next stage has any.
+    round_trip = typical.total + 2 * typical.send
+    seconds += max(0, ranks - m) * (candidate.stages_per_rank - 1) * round_trip
     # Ranks that share cores are no faster than these do all the work.
     ends = busy[0] + busy[-1] * (ranks > 1)
     every = ends + (ranks - 2) * sum(t.total for t in inner) * (ranks > 2)
