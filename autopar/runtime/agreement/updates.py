@@ -26,6 +26,11 @@ from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 # In a group of an optimizer's state dict: of which part of the parameters it is.
 PART = "autopar_part"
 
+FOR_ONE_DEVICE = (
+    "use its form for one device: gradients are summed over ranks before; or a mesh "
+    "that leaves parameters whole: dp, without zero"
+)
+
 
 class OptimizerError(AutoparError):
     """An optimizer that would not compute on shards what it computes on the model."""
@@ -173,20 +178,23 @@ class Updates:
         )
         mine = [self.parameters[n] for n in cut or names]
         apart = self.pipelined or (cut and optimizer not in self.whole)
+        moves = False
         try:
-            if apart and exchanges(optimizer, mine):
+            moves = exchanges(optimizer, mine)
+            if apart and moves:
                 raise OptimizerError(
                     f"{kind} moves tensors between ranks by itself, as if all had the "
                     "same parameters, but they have different ones",
-                    fix="use its form for one device: gradients are summed over ranks "
-                    "before; or a mesh that leaves parameters whole: dp, without zero",
+                    fix=FOR_ONE_DEVICE,
                 )
             reach = reach_of(optimizer, mine)
         except Undecided as error:
             raise OptimizerError(
                 f"it could not be found out whether {kind} updates each element of a "
                 f"parameter by itself, and this rank has parts of them: {error}",
-                fix=f"{fix}; if {kind} does, say so: autopar.by_element({kind})",
+                fix=FOR_ONE_DEVICE
+                if moves
+                else f"{fix}; if {kind} does, say so: autopar.by_element({kind})",
             ) from error
         if reach is Reach.MODEL:
             raise OptimizerError(
