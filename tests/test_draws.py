@@ -165,7 +165,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"context_parallel": "ulysses", "cp_layout": "zigzag"},
         "every rank sees all rows",
     ),
-    ("cp=20", {"context_parallel": "ring"}, "a row for each rank"),
+    ("cp=20", {"context_parallel": "ring"}, "16 rows are too few for 20"),
     ("tp=2", {"recompute": "auto"}, "how much memory"),
     ("tp=2", {"memory": 1000}, "memory"),
     ("fsdp=2", {}, "shares nothing out"),

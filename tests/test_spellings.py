@@ -370,13 +370,31 @@ class Encoder(nn.Module):
         self.causal: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-        return self.layers(x, mask, is_causal=self.causal)
+        return self.layers(x, self.mask(x), is_causal=self.causal)
+
+    def mask(self, x: Tensor) -> Tensor:
+        return nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+
+
+class Told(Encoder):
+    """Its mask depends on the batch, of which it adds zero."""
+
+    def mask(self, x: Tensor) -> Tensor:
+        return super().mask(x) + 0.0 * x[0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [None, True])
+def test_a_mask_made_of_numbers_alone_may_be_looked_into(causal: bool | None) -> None:
+    one = case(Encoder)
+    for encoder in one.model.blocks:
+        encoder.causal = causal
+    one.verify("tp=2", 2)
 
 
 @pytest.mark.slow
 def test_a_mask_that_is_looked_into_is_named_with_a_way_out() -> None:
-    one = case(Encoder)
+    one = case(Told)
     with pytest.raises(CaptureError, match=r"is_causal=True\), or is_causal=False"):
         one.compile("tp=2")
     for encoder in one.model.blocks:
