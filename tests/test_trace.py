@@ -369,3 +369,31 @@ def test_shapes_that_values_decide_are_refused() -> None:
     with pytest.raises(CaptureError, match="reads numbers out of a tensor") as error:
         trace(Pieces(), {"x": torch.tensor([4.0, 5.0])})
     assert error.value.source.startswith("test_trace.py:")
+
+
+class Asks(nn.Module):
+    """Does something else where it is compiled; looks into values where it is not."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.up, self.looks = nn.Linear(6, 6), looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.up(x).square().mean()
+        factor = 2 if self.looks and x.sum().item() > 0 else 3
+        return factor * self.up(x).square().mean()
+
+
+def test_a_model_that_asks_whether_it_is_compiled_is_captured_as_it_runs() -> None:
+    model, x = Asks(looks=False), {"x": torch.ones(4, 6)}
+    torch.testing.assert_close(loss_of(trace(model, x), model, x), model(**x))
+    assert not torch.compiler.is_compiling()
+
+
+def test_where_no_graph_has_what_runs_a_form_for_compilers_is_captured() -> None:
+    model, x = Asks(looks=True), {"x": torch.ones(4, 6)}
+    wanted = model.up(x["x"]).square().mean()
+    traced = trace(model, x)
+    torch.testing.assert_close(loss_of(traced, model, x), wanted)
+    assert traced.remarks[0].startswith("forward is captured as it runs within torch.")

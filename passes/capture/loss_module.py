@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..capture.call_model import call_model
+from ..capture.compiling import Compiling
 from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
@@ -50,6 +51,7 @@ class LossModule(nn.Module):
         names = {id(p): name for name, p in model.named_parameters()}
         self.unseen = Unseen(KnownValues(dict(model.named_buffers())), names)
         self.functions = Functions()
+        self.compiling = Compiling()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, a scalar, and what else the model returns, of a batch's fields."""
@@ -60,6 +62,7 @@ class LossModule(nn.Module):
             self.unseen,
             rows_listed(),
             self.functions.reading(),
+            self.compiling.answers(),
             flex_as_attention(),
         ):
             fields = {**batch, **self.static}

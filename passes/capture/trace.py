@@ -111,7 +111,7 @@ def trace(
     refuse_hooks(model)
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
-    traced = traced or _capture(wrapper, tensors, precision)
+    traced = traced or _capture_either(wrapper, tensors, precision)
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
     graph = keep_all_rows(traced.graph, traced.autocast.keys())
@@ -122,7 +122,24 @@ def trace(
     known = {name: digest(values.buffers[name]) for name in sorted(values.asked)}
     traced = replace(traced, graph=graph, outputs=names, metrics=count)
     remarks = (*remarks, *wrapper.unseen.guards.remarks())
+    remarks = (*remarks, *wrapper.compiling.remarks())
     return replace(traced, remarks=remarks, known=known)
+
+
+def _capture_either(
+    wrapper: LossModule, tensors: Mapping[str, torch.Tensor], precision: Lowering
+) -> Traced:
+    """What the model computes eagerly; or, if no graph has that, what it says that it
+    does where it is compiled."""
+    try:
+        return _capture(wrapper, tensors, precision)
+    except CaptureError as error:
+        if not wrapper.compiling.asked:
+            raise
+        wrapper.compiling.told = True
+        with contextlib.suppress(CaptureError):
+            return _capture(wrapper, tensors, precision)
+        raise error
 
 
 def _prove_guards(

@@ -1,0 +1,47 @@
+"""What `torch.compiler.is_compiling()` says within a forward that is captured.
+
+`torch.export` sets it. To torch's own code that is right, which goes ways then that can
+be captured; but a user's model runs eagerly, and computes what it computes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..capture.user_frames import asked_by_user, at_work
+
+FLAG = "_is_compiling_flag"  # of torch.compiler
+
+
+class Compiling:
+    """told: what a user's code is told. asked: the line that did."""
+
+    def __init__(self) -> None:
+        self.told, self.asked = False, ""
+
+    def __bool__(self) -> bool:
+        if not asked_by_user():
+            return True
+        self.asked = self.asked or at_work()
+        return self.told
+
+    def remarks(self) -> tuple[str, ...]:
+        """What is to be known of a model that is captured as if it were compiled."""
+        if not self.told:
+            return ()
+        text = f"forward is captured as it runs within torch.compile ({self.asked}): "
+        return (f"{text}what it does otherwise no graph has",)
+
+    @contextmanager
+    def answers(self) -> Iterator[None]:
+        """Within, whoever asks is answered."""
+        names = vars(torch.compiler)
+        before = names[FLAG]
+        names[FLAG] = self
+        try:
+            yield
+        finally:
+            names[FLAG] = before
