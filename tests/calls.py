@@ -289,6 +289,10 @@ PIECES: dict[str, Call] = {
     "complex": lambda g: torch.view_as_real(
         torch.view_as_complex(g.x.unflatten(-1, (2, 2))) ** 2
     ),
+    "conjugates": lambda g: torch.view_as_real(
+        torch.view_as_complex(g.x.unflatten(-1, (2, 2))).mH.conj().mT
+        * aten._conj(torch.view_as_complex(g.y.unflatten(-1, (2, 2))))
+    ),
 }  # fmt: skip
 MADE: dict[str, Call] = {
     "arange": lambda g: g.x * torch.arange(1, 12, 2, dtype=f64)[:, None],

@@ -20,16 +20,21 @@ class VerificationFailed(AutoparError):
     """The program does not compute what the model computes."""
 
 
+def as_reals(x: Tensor) -> Tensor:
+    """In double precision; of complex numbers both parts."""
+    return (torch.view_as_real(x) if x.is_complex() else x).double()
+
+
 def root_mean_square(tensors: Iterable[Tensor]) -> float:
     """Over the elements of all tensors."""
-    sums = [(x.double().square().sum().item(), x.numel()) for x in tensors]
+    sums = [(as_reals(x).square().sum().item(), x.numel()) for x in tensors]
     count = sum(n for _, n in sums)
     return (sum(squares for squares, _ in sums) / max(count, 1)) ** 0.5
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
     """The 2-norm of all."""
-    return sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
+    return sum(as_reals(g).square().sum().item() for g in gradients.values()) ** 0.5
 
 
 def relative_error(
@@ -38,8 +43,8 @@ def relative_error(
     """|got - want| / max(|size|, least), the norms in double precision; the size is
     that of what is wanted, if None is given."""
     norm = torch.linalg.vector_norm
-    scale = max(norm((want if size is None else size).double()).item(), least)
-    difference = norm(got.double() - want.double()).item()
+    scale = max(norm(as_reals(want if size is None else size)).item(), least)
+    difference = norm(as_reals(got) - as_reals(want)).item()
     return difference / scale if scale else difference
 
 

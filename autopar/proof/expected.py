@@ -22,7 +22,7 @@ from autopar.progress import tell
 from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_values
-from autopar.proof.errors import NOISE, root_mean_square
+from autopar.proof.errors import NOISE, as_reals, root_mean_square
 from autopar.proof.in_double import tree_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import StepResult
@@ -162,7 +162,7 @@ def unmoved(steps: Sequence[Expected]) -> tuple[str, ...]:
         still = {
             name
             for name, grad in gradients.items()
-            if not grad.double().norm().item() > least * grad.numel() ** 0.5
+            if not as_reals(grad).norm().item() > least * grad.numel() ** 0.5
         }
         dead = still if dead is None else dead & still
     return tuple(sorted(dead or ()))

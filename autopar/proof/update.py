@@ -21,6 +21,7 @@ from autopar.proof.errors import (
     ANOTHER_MESH,
     NOISE,
     VerificationFailed,
+    as_reals,
     relative_error,
     root_mean_square,
     worse,
@@ -30,7 +31,7 @@ from autopar.rank_step import RankStep
 RATE, DECAY = 0.1, 0.1
 CLIPPED = 0.5  # to this share of their norm
 # What AdamW stores, made as far apart as gradients are.
-MOMENTS = {"exp_avg": Tensor.double, "exp_avg_sq": Tensor.sqrt}
+MOMENTS = {"exp_avg": as_reals, "exp_avg_sq": lambda x: as_reals(x).sqrt()}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _saved_errors(step: RankStep, update: Update, memory: Memory) -> dict[str, f
     and reads there too, gets back all that it had."""
     aliases, errors = step.program.aliases, dict.fromkeys(update.weights, 0.0)
     for entry, wanted in {"": update.weights, **update.moments}.items():
-        linear = MOMENTS.get(entry, Tensor.double)
+        linear = MOMENTS.get(entry, as_reals)
         pieces = {name: Piece.whole(torch.zeros_like(x)) for name, x in wanted.items()}
         state: State = {}
         for name, piece in pieces.items():

@@ -110,6 +110,7 @@ class Cotangents:
     def cast(self, dy: Value, like: Value, node: Node) -> Value:
         """Undo promotion: the dtype of `dy` as a cotangent of `like` must be."""
         dtype = self.dtype(like)
+        dy = self._real(dy, like, node)
         if dy.dtype == dtype:
             return dy
         out = self.builder.value(_named(like.name), dy.shape, dtype)
@@ -117,8 +118,17 @@ class Cotangents:
         self.append(Node("aten.to.dtype", args, {}, (out,), node.location))
         return out
 
+    def _real(self, dy: Value, like: Value, node: Node) -> Value:
+        """What a real value gets of a complex cotangent."""
+        if not dy.dtype.is_complex or like.dtype.is_complex:
+            return dy
+        out = self.builder.value(_named(like.name), dy.shape, dy.dtype.to_real())
+        self.append(Node("aten.real.default", (dy,), {}, (out,), node.location))
+        return out
+
     def sum_to(self, like: Value, dy: Value, node: Node) -> Value:
         """Undo broadcasting: sum dy to the shape of `like`."""
+        dy = self._real(dy, like, node)
         lead = len(dy.shape) - len(like.shape)
         dims = tuple(range(lead)) + tuple(
             i + lead
@@ -140,6 +150,7 @@ class Cotangents:
         """The cotangent of what was broadcast and added; a parameter's is added up."""
         if not self.wanted(b):
             return None
+        dy = self._real(dy, b, node)
         vector = len(b.shape) == 1 and dy.shape[-1] == b.shape[0]
         if self.is_param(b) and vector:
             self.accumulate(b, "autopar.bias_grad_", node, dy)

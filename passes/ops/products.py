@@ -148,10 +148,17 @@ def _is_by_weight(node: Node) -> bool:
     return len(node.operands) == 2 and len(node.operands[1].shape) == 2
 
 
+def _is_complex(cts: Cotangents, node: Node) -> bool:
+    """Whether derivatives have conjugates of its operands."""
+    return node.out.dtype.is_complex
+
+
 def _of_other_shapes(cts: Cotangents, node: Node) -> bool:
-    """Whether an operand is a vector, or repeated for the other's matrices; or has a
-    cotangent of another precision than its own."""
+    """Whether an operand is complex, a vector, or repeated for the other's matrices; or
+    has a cotangent of another precision than its own."""
     a, b = node.operands
+    if _is_complex(cts, node):
+        return True
     if _is_by_weight(node):
         return len(a.shape) == 1
     alike = a.shape[:-2] == b.shape[:-2] and len(a.shape) == len(b.shape) > 2
@@ -178,6 +185,7 @@ OPS = (
         weights="weight bias",
         keeps=(0,),
         derivative=linear,
+        traced_if=_is_complex,
         spelling="F.linear",
         autocast="low",
     ),

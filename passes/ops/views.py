@@ -188,7 +188,15 @@ OPS = (
     _order("t", "self", "default(x(a, b))", put_back=parts.turned_again),
     _order("numpy_T", "self", "default(x(a, b))", put_back=parts.turned_again),
     _order("mT", "self", "default(x(a, b, c))", put_back=parts.turned_again),
-    _order("adjoint", "self", "default(x(a, b, c))"),
+    *(
+        _order(
+            name,
+            "self",
+            "default(x(a, b, c)); default(x(a, b, c, dtype=torch.complex64))",
+            spelling=f"{{0}}.{called}.resolve_conj()",
+        )
+        for name, called in (("mH", "mH"), ("adjoint", "adjoint()"))
+    ),
     _order(
         "movedim",
         "self source destination",
@@ -338,6 +346,15 @@ OPS = (
         "self",
         "... -> ... two!",
         "default(x(a, b, dtype=torch.complex64))",
+    ),
+    # Torch only marks what it is to conjugate, and then shows no parts of it; nor do
+    # messages have the mark.
+    Op(
+        "aten._conj",
+        "self",
+        "pointwise",
+        "default(x(a, b, dtype=torch.complex64))",
+        spelling="torch.conj_physical",
     ),
     Op(
         "aten.detach",

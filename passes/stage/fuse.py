@@ -101,6 +101,7 @@ def fuse_bias(nodes: list[Node]) -> list[Node]:
         x_rank = len(product.operands[0].shape)
         is_linear = product.op == "aten.linear.default"
         is_matmul = product.op == "aten.matmul.default" and x_rank > 1
+        is_matmul &= not y.dtype.is_complex  # `autopar.affine` has no conjugates
         if not (is_linear or is_matmul) or len(product.operands) != 2:
             continue
         if len(product.operands[1].shape) != 2 or b.shape[0] != y.shape[-1]:

@@ -324,6 +324,10 @@ def _read_call(call: _Call, values: dict[int, Value], builder: Builder) -> None:
     args = call.args
     if op == "aten._to_copy.default" and left.keys() == {"dtype"}:
         op, args, left = "aten.to.dtype", (*args, left["dtype"]), {}
+    if op == "aten._conj.default" and isinstance(args[0], complex):
+        # What a number is that an op was called with, as x * 1j.
+        op, args = "aten.full.default", ((), args[0].conjugate())
+        left = {"dtype": results[0].dtype}
     outs = tuple(
         builder.value(call.function.overloadpacket.__name__, x.shape, x.dtype)
         if isinstance(x, Tensor)

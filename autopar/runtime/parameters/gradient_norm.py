@@ -30,6 +30,7 @@ def gradient_norm(
     """
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
     own = [grad for name, grad in gradients.items() if is_owner(program, comm, name)]
+    own = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in own]
     if own:  # by a few kernels for all of them
         norms = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64))
         total += norms.square_().sum().to(total.device)
