@@ -148,3 +148,21 @@ def test_a_parameter_of_the_model_is_read_by_its_name():
     )
     with pytest.raises(CaptureError, match=r"'head.bias' is read by a reference of"):
         by_reference.trace()
+
+
+def test_what_a_vmap_reads_is_a_tensor_outside_or_none():
+    """Torch wraps all that a vmap reads, for as long as it is at work."""
+    table = torch.ones(3, dtype=torch.float64)
+
+    def loss(out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        scale = torch.vmap(lambda one, place: one + place)(table, torch.arange(3))
+        return torch.vmap(lambda x: (x * scale.sum()).square().mean())(out).mean()
+
+    model, batch, loss_fn = student(loss)
+    step = autopar.compile(model, "", loss_fn=loss_fn, example_inputs=batch)
+    wanted = loss(model(**batch), batch)
+    for _ in range(2):
+        torch.testing.assert_close(step(**batch), wanted)
+    table += 1
+    with pytest.raises(AutoparError, match=r"\(3,\) has changed since the step"):
+        step(**batch)

@@ -80,13 +80,20 @@ def note_outside(names: dict[int, str], args: Any, result: Any) -> None:
     names: of the model's parameters, by their ids: while it is captured the model has
     others in their place. Raises: CaptureError, where one of them wants a gradient.
     """
-    for x in tensors(args):
+    for x in map(_unwrapped, tensors(args)):
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
             continue  # of the capture
         if x.requires_grad and any(r.requires_grad for r in _floating(result)):
             raise _wants_gradient(x, names.get(id(x)))
         if (read := _READ.get()) is not None and id(x) not in read:
             read[id(x)] = Outside(x, at_work())
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    """What a transform of torch.func, as vmap, has wrapped while it is at work."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def _floating(result: Any) -> Iterable[Tensor]:
