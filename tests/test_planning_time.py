@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 from models import plain_gpt
@@ -13,9 +14,16 @@ from autopar.options import make_plan, read_bytes
 from autopar.passes.mesh import Mesh
 from autopar.passes.price import price_layers
 from autopar.passes.price.price_layers import cut_layers
-from autopar.passes.search.by_formula import least_bytes, make_timer, prices_of, rough
+from autopar.passes.search.by_formula import (
+    layer_mesh,
+    least_bytes,
+    least_seconds,
+    make_timer,
+    prices_of,
+    rough,
+)
 from autopar.passes.search.candidates import Space, candidates
-from autopar.passes.search.search import Ranked, Ranking, run_on_paper
+from autopar.passes.search.search import Ranked, Ranking, parts_of, run_on_paper
 from autopar.passes.stage.differentiate import differentiate, finish, join
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.planner import capture_short, find_plans, make_prices
@@ -41,6 +49,33 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_ranks_hold_and_do_their_part_of_what_fewer_ranks_have(precision) -> None:
+    """What is known of a split bounds the bytes and seconds of a finer one."""
+    case = plain_gpt(layers=4, batch=8)
+    cluster = cluster_of("8xA100-80GB")
+    of = capture_short(case.model, case.batch, case.loss_fn, precision=precision)
+    prices, timed = make_prices(of, cluster), make_timer(cluster)
+    space = Space(cluster, 8, 4, {"tp": (1, 2, 4), "cp": (1, 2)})
+    every = list(candidates(space))
+    meshes = {layer_mesh(c.mesh) for c in every}
+    bounds = 0
+    for c in every[:: len(every) // 300]:
+        if (priced := rough(c, space, prices, timed)) is None:
+            continue
+        for fewer in meshes:
+            if not (parts := parts_of(layer_mesh(c.mesh), fewer)):
+                continue
+            costs = prices_of(replace(c, mesh=fewer), prices)
+            least = least_bytes(c, space.runs, costs, timed)
+            assert least <= priced[1] * parts, (c, fewer)
+            shortest = least_seconds(c, space.runs, costs, timed)
+            assert shortest <= priced[0] * parts, (c, fewer)
+            bounds += parts > 1
+    assert bounds > 100
+
+
+@pytest.mark.slow
 def test_memory_by_formula_is_that_of_a_schedule() -> None:
     """Also of what several stages of a rank make for a whole step."""
     case = plain_gpt(layers=8, heads=32, seq=8)
@@ -59,9 +94,10 @@ def test_memory_by_formula_is_that_of_a_schedule() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bound", ["_is_slow", "_known"])
 @pytest.mark.parametrize("memory", ["1MB", "0.5MB"])
-def test_what_is_not_priced_would_not_be_picked(memory, monkeypatch) -> None:
-    """Also where only what is computed again fits."""
+def test_what_is_not_priced_would_not_be_picked(memory, bound, monkeypatch) -> None:
+    """Also where only what is computed again fits, and by prices for fewer ranks."""
     case = plain_gpt(layers=4)
     cluster = with_memory(cluster_of("8xA100-80GB"), read_bytes(memory))
     of = capture_short(case.model, case.batch, case.loss_fn)
@@ -70,7 +106,7 @@ def test_what_is_not_priced_would_not_be_picked(memory, monkeypatch) -> None:
         return find_plans(of, cluster, 32, sizes={"tp": (1, 2), "cp": (1, 2)})
 
     bounded = found()
-    monkeypatch.setattr(Ranked, "_is_slow", lambda self, candidate: False)
+    monkeypatch.setattr(Ranked, bound, lambda self, candidate: ())
     every = found()
     assert bounded.best == every.best
     assert len(bounded.priced) < 0.9 * len(every.priced)

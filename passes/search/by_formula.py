@@ -101,10 +101,12 @@ def least_bytes(
     whole = costs.stage(True, runs, True)
     most, beside = costs.least_alive[candidate.shares] if working else (0.0, 0.0)
     ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
-    others = (in_flight(candidate) - 1) * max(whole.residuals, whole.weight_residuals)
+    each = max(whole.residuals, whole.weight_residuals)
+    # The last of them is in its backward, or in the half of it that is of weights.
+    flying = max(0.0, whole.residuals - each + beside * v * ranks)
     states, step = timed(candidate).resting(whole)
-    average = (states + step + (whole.residuals + others) / v) / ranks + beside
-    return 0.999 * max(average, most / v)
+    average = (states + step + (flying + in_flight(candidate) * each) / v) / ranks
+    return 0.97 * max(average, most / v)
 
 
 def rough(

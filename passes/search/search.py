@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -107,9 +108,10 @@ def _order(every: Sequence[Candidate]) -> list[int]:
     those whose layers are split alike."""
     layers = {mesh: i for i, mesh in enumerate({layer_mesh(c.mesh): 0 for c in every})}
 
-    def key(number: int) -> tuple[bool, bool, int]:
+    def key(number: int) -> tuple[bool, bool, int, bool]:
         c = every[number]
-        return c.halves, c.recompute != "none", layers[layer_mesh(c.mesh)]
+        mesh = layers[layer_mesh(c.mesh)]
+        return c.halves, c.recompute != "none", mesh, c.zero == 0
 
     return sorted(range(len(every)), key=key)
 
@@ -136,7 +138,8 @@ class Ranked:
         self._slow: list[tuple[int, Candidate]] = []
         self._fastest: list[float] = []  # seconds of those that fit
         self._sure: float = SURE
-        self._priced: set[object] = set()
+        self._priced: defaultdict[object, list[Mesh]] = defaultdict(list)
+        self._nearest: dict[object, tuple[int, Mesh] | None] = {}
         self._too_slow: set[object] = set()
 
     def add(self, number: int, candidate: Candidate) -> None:
@@ -188,64 +191,98 @@ class Ranked:
             del self._fastest[TRIED:]
 
     def _is_slow(self, candidate: Candidate) -> bool:
-        if len(self._fastest) < self._sure or _way(candidate) in self._priced:
+        if len(self._fastest) < self._sure or self._is_priced(candidate):
             return False
         slowest = self._fastest[int(self._sure) - 1]
         c = candidate
         alike = self._sure, c.mesh, c.samples, c.recompute, c.zero  # in any schedule
         if alike not in self._too_slow and any(
             least_seconds(c, self.space.runs, costs, self.timed) > slowest * parts
-            for simpler, parts in _simpler(c)
-            if (costs := self._known(simpler))
+            for policy in sorted({"none", c.recompute})
+            for costs, parts in self._known(_whole(replace(c, recompute=policy)))
         ):
             self._too_slow.add(alike)
         return alike in self._too_slow
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         """Whether a rank takes more memory than there is, by the least."""
-        if _way(candidate) not in self._priced:
-            # Not priced if it takes too much with backwards whole, or with one sample.
-            whole = self._known(replace(candidate, schedule=USUAL_SCHEDULE))
-            if whole and self._overflows(candidate, whole, working=False):
+        c = candidate
+        if not self._is_priced(c):
+            # Not priced if it takes too much with one sample, backwards whole or shares
+            # of weights; or by what is known of fewer ranks, of which it has a part.
+            one, shares = replace(c, samples=1), max(1, c.zero)
+            if any(
+                self._overflows(c, costs, parts, working=not whole)
+                for zero in sorted({c.zero, shares})
+                for whole in (False, True)
+                for of in (one, c)
+                for costs, parts in self._known(_whole(of, whole, zero))
+            ):
                 return True
-            one = replace(candidate, samples=1)
-            if candidate.samples > 1 and self._overflows(candidate, self._price(one)):
+            if c.samples > 1 and self._overflows(c, self._price(one)):
                 return True
-        return self._overflows(candidate, self._price(candidate))
+        return self._overflows(c, self._price(c))
 
     def _overflows(
-        self, candidate: Candidate, costs: LayerPrices, working: bool = True
+        self,
+        candidate: Candidate,
+        costs: LayerPrices,
+        parts: int = 1,
+        working: bool = True,
     ) -> bool:
         runs = self.space.runs
-        return least_bytes(candidate, runs, costs, self.timed, working) > self.limit
+        least = least_bytes(candidate, runs, costs, self.timed, working)
+        return least > self.limit * parts
 
     def _price(self, candidate: Candidate) -> LayerPrices:
-        self._priced.add(_way(candidate))
+        priced, mesh = self._priced[_how(candidate)], layer_mesh(candidate.mesh)
+        if mesh not in priced:
+            priced.append(mesh)
+            self._nearest.clear()
         return prices_of(candidate, self.prices)
 
-    def _known(self, candidate: Candidate) -> LayerPrices | None:
-        if _way(candidate) in self._priced:
-            return prices_of(candidate, self.prices)
-        return None
+    def _is_priced(self, candidate: Candidate) -> bool:
+        return layer_mesh(candidate.mesh) in self._priced[_how(candidate)]
+
+    def _known(self, candidate: Candidate) -> Iterator[tuple[LayerPrices, int]]:
+        """Yields prices of the candidate's layers, or else of the same split over the
+        most of fewer ranks, if any are known; and into how many parts it splits what
+        one of these has."""
+        key = _how(candidate), layer_mesh(candidate.mesh)
+        if key not in self._nearest:
+            how, mesh = key
+            known = [(parts_of(mesh, fewer), fewer) for fewer in self._priced[how]]
+            fitting = [(n, fewer) for n, fewer in known if n]
+            self._nearest[key] = min(fitting, key=lambda pair: pair[0], default=None)
+        if nearest := self._nearest[key]:
+            parts, mesh = nearest
+            yield prices_of(replace(candidate, mesh=mesh), self.prices), parts
 
 
-def _simpler(candidate: Candidate) -> Iterator[tuple[Candidate, int]]:
-    """Yields candidates whose layers do no more than the candidate's, and how many
-    ranks share that: with nothing computed again, backwards whole, or axes left out."""
-    for policy in sorted({"none", candidate.recompute}):
-        whole = replace(candidate, recompute=policy, schedule=USUAL_SCHEDULE)
-        for left_out in (), TENSOR_AXES, CONTEXT_AXES, CONTEXT_AXES + TENSOR_AXES:
-            axes = tuple(x for x in candidate.mesh.axes if x[0] not in left_out)
-            parts = candidate.mesh.size // prod(n for _, n in axes)
-            if parts > 1 or not left_out:
-                yield replace(whole, mesh=Mesh(axes)), parts
+def parts_of(mesh: Mesh, fewer: Mesh) -> int:
+    """Into how many parts a mesh splits what each rank of another one does; 0 if it
+    does not split that evenly, or by axes whose ranks have other samples."""
+    ratios = {
+        axis: divmod(mesh.axis_size(axis), fewer.axis_size(axis))
+        for axis in {axis for axis, _ in (*mesh.axes, *fewer.axes)}
+    }
+    splits = {*TENSOR_AXES, *CONTEXT_AXES}
+    if any(rest or (n > 1 and a not in splits) for a, (n, rest) in ratios.items()):
+        return 0
+    return prod(n for n, _ in ratios.values())
 
 
-def _way(candidate: Candidate) -> tuple[object, ...]:
-    """What tells prices apart that each take long to find."""
-    shares, context = candidate.zero > 0, candidate.context_parallel
-    how = candidate.recompute, candidate.halves, candidate.samples > 1
-    return layer_mesh(candidate.mesh), how, shares, context
+def _whole(candidate: Candidate, whole: bool = True, zero: int = -1) -> Candidate:
+    """The candidate with backwards whole, and another stage of ZeRO from 0 on."""
+    schedule = USUAL_SCHEDULE if whole else candidate.schedule
+    zero = candidate.zero if zero < 0 else zero
+    return replace(candidate, schedule=schedule, zero=zero)
+
+
+def _how(candidate: Candidate) -> tuple[object, ...]:
+    """What tells prices of layers on a mesh apart that each take long to find."""
+    c = candidate
+    return c.recompute, c.halves, c.samples > 1, c.zero > 0, c.context_parallel
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
