@@ -100,6 +100,17 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
     ("new ones", lambda m, x, y: x * x.new_ones(8), "ones mul"),
     ("full like", lambda m, x, y: x * torch.full_like(x, 3), "full mul"),
     ("mean", lambda m, x, y: x.mean(), "sum mul"),
+    (
+        "made wider and narrow again",
+        lambda m, x, y: x.bfloat16().float().view(-1).bfloat16() * 2,
+        "to reshape mul",
+    ),
+    ("made narrow and wider again", lambda m, x, y: x.bfloat16().float(), "to to"),
+    (
+        "read wide too",
+        lambda m, x, y: twice(x.bfloat16().float(), lambda z: z.bfloat16()),
+        "to to to mul",
+    ),
     ("dropout off", lambda m, x, y: F.dropout(x, 0.5, False) * 2, "mul"),
     ("dropout of 0", lambda m, x, y: F.dropout(x, 0.0, True) * 2, "mul"),
     ("gelu", lambda m, x, y: gelu(x), "gelu"),
@@ -111,6 +122,10 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
 def gelu(x: Tensor) -> Tensor:
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
     return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def twice(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    return x * f(x)
 
 
 def written(x: Tensor) -> Tensor:

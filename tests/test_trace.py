@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from interpret import loss_of
 from torch import Tensor, nn
+from torch.compiler import is_compiling, is_exporting
 
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
@@ -389,6 +390,45 @@ def test_a_model_that_asks_whether_it_is_compiled_is_captured_as_it_runs() -> No
     model, x = Asks(looks=False), {"x": torch.ones(4, 6)}
     torch.testing.assert_close(loss_of(trace(model, x), model, x), model(**x))
     assert not torch.compiler.is_compiling()
+
+
+class AsksManyWays(nn.Module):
+    """Asks as libraries do, and computes with what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        told = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        told |= is_compiling() is True
+        told |= is_exporting() == torch.tensor(True).item()
+        return (3 + told) * self.up(x).square().mean()
+
+
+def test_however_a_model_asks_it_is_told_a_bool() -> None:
+    model, x = AsksManyWays(), {"x": torch.ones(4, 6)}
+    torch.testing.assert_close(loss_of(trace(model, x), model, x), model(**x))
+    assert is_compiling() is False and is_exporting() is False
+
+
+class Grouped(nn.Module):
+    """The rows of each expert times its weight, as libraries of mixtures have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([3, 4], dtype=torch.int32)
+        return F.grouped_mm(x, self.up, offs=ends).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_grouped_products_are_captured_in_what_they_run_in(dtype, caplog) -> None:
+    model, x = Grouped().to(dtype), {"x": torch.randn(4, 8, dtype=dtype)}
+    torch.testing.assert_close(loss_of(trace(model, x), model, x), model(**x))
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
 def test_where_no_graph_has_what_runs_a_form_for_compilers_is_captured() -> None:

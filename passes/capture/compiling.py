@@ -1,7 +1,8 @@
-"""What `torch.compiler.is_compiling()` says within a forward that is captured.
+"""What `torch.compiler.is_compiling()` and `is_exporting()` say within a forward that
+is captured.
 
-`torch.export` sets it. To torch's own code that is right, which goes ways then that can
-be captured; but a user's model runs eagerly, and computes what it computes there.
+`torch.export` sets both. To torch's own code that is right, which goes ways then that
+can be captured; but a user's model runs eagerly, and computes what it computes there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 
 from ..capture.user_frames import asked_by_user, at_work
 
-FLAG = "_is_compiling_flag"  # of torch.compiler
+ASKED = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+FLAG = "_is_compiling_flag"  # of torch.compiler, whose names its functions have
+_is_compiling_flag = False
 
 
 class Compiling:
@@ -37,11 +40,20 @@ class Compiling:
 
     @contextmanager
     def answers(self) -> Iterator[None]:
-        """Within, whoever asks is answered."""
+        """Within, whoever asks is answered, also by a function imported before."""
         names = vars(torch.compiler)
-        before = names[FLAG]
-        names[FLAG] = self
+        before = names[FLAG], [ask.__code__ for ask in ASKED]
         try:
+            names[FLAG] = self
+            for ask in ASKED:
+                ask.__code__ = _answer.__code__
             yield
         finally:
-            names[FLAG] = before
+            names[FLAG], codes = before
+            for ask, code in zip(ASKED, codes, strict=True):
+                ask.__code__ = code
+
+
+def _answer() -> bool:
+    """A bool, with which a caller may do what is done with bools."""
+    return bool(_is_compiling_flag)

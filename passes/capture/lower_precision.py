@@ -4,7 +4,8 @@ Products compute in half the bits, and what adds up or takes powers in float32, 
 Micikevicius 2018, section 3. Parameters stay as they are, the master copy that an
 optimizer updates; each is cast once, however often it is read. What ops compute
 in (`Op.autocast`) is as of autocast on CUDA, on all devices; but a mean is a sum, which
-may be pending over ranks, so it is wide too.
+may be pending over ranks, so it is wide too, and a grouped product is a product, which
+torch's autocast does not know (https://github.com/pytorch/pytorch/issues/174763).
 """
 
 from __future__ import annotations

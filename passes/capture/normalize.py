@@ -65,7 +65,25 @@ def identity(_: Rewriter, node: Node) -> Value:
 def cast(rewriter: Rewriter, node: Node) -> Value:
     """`to` in its many forms: only the dtype matters, the device is the rank's own."""
     x, out = node.operands[0], node.out
-    return x if x.dtype == out.dtype else _cast(rewriter, x, out)
+    if x.dtype == out.dtype:
+        return x
+    return _before_widening(rewriter, x, out.dtype) or _cast(rewriter, x, out)
+
+
+def _before_widening(rewriter: Rewriter, x: Value, dtype: torch.dtype) -> Value | None:
+    """x in the dtype that it had before it was made wider, if nothing else reads it
+    wide: autocast narrows what a model widened for its weights."""
+    if not rewriter.is_read_once(x):
+        return None
+    if (view := rewriter.producer(x, "aten.reshape")) is not None:
+        before = _before_widening(rewriter, view.operands[0], dtype)
+        return None if before is None else rewriter.reshape(before, x.shape)
+    if (wider := rewriter.producer(x, "aten.to")) is not None:
+        before = wider.operands[0]
+        exact = torch.promote_types(dtype, x.dtype) == x.dtype
+        if before.dtype == dtype and dtype.is_floating_point and exact:
+            return before
+    return None
 
 
 def _cast(rewriter: Rewriter, x: Value, out: Value) -> Value:

@@ -153,7 +153,7 @@ class Lookup:
         expert = rewriter.reshape(self.expert, (math.prod(lead),))
         weight = self.weight
         if not side:
-            weight = rewriter.emit("aten.transpose.int", weight, 1, 2)
+            weight = rewriter.transpose(weight, 1, 2)
         y = rewriter.emit("autopar.expert_linear", rows, expert, weight)
         return rewriter.reshape(y, (*lead, sides[1 - side]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,10 +35,18 @@ class Rewriter:
         self._constants: dict[str, torch.Tensor | None] = dict(literals)
         # What `passes.capture.causal_masks` found of masks, by name.
         self.windows: dict[str, int | None] = {}
+        self.readers: Counter[str] = Counter()  # of what is rewritten so far
         self.where = Location()
 
     def run(self, rules: Mapping[str, Rule]) -> Graph:
         """Apply the rule of each node's op (looked up by `aten.name` or full name)."""
+        readers = Counter(
+            v.name
+            for node in self.graph.nodes
+            if node.results  # asserts are dropped
+            for v in node.operands
+        )
+        readers.update(v.name for v in self.graph.outputs)
         for node in self.graph.nodes:
             node = node.substitute(lambda v: self.replaced.get(v.name, v))
             self.where = node.location
@@ -50,6 +59,7 @@ class Rewriter:
             for old, fresh in zip(node.outs, new, strict=False):
                 if old is not None and fresh is not None:
                     self.replaced[old.name] = fresh
+                    self.readers[fresh.name] += readers[old.name]
         outputs = tuple(self.replaced.get(v.name, v) for v in self.graph.outputs)
         nodes = tuple(self.builder.nodes)
         graph = replace(self.graph, nodes=nodes, outputs=outputs)
@@ -117,12 +127,25 @@ class Rewriter:
             return x
         return self.emit("aten.expand.default", x, shape)
 
+    def transpose(self, x: Value, *dims: int) -> Value:
+        """`x` with two dims swapped, or what `x` was before they were."""
+        before = self.producer(x, "aten.transpose")
+        if before is not None:
+            source, *swapped = before.named("self dim0 dim1")
+            if {d % len(x.shape) for d in swapped} == set(dims):
+                return source
+        return self.emit("aten.transpose.int", x, *dims)
+
     def producer(self, x: Any, *ops: str) -> Node | None:
         """The node that made `x`, if its op is one of `ops` (without overload)."""
         node = self.made.get(x.name) if isinstance(x, Value) else None
         if node is not None and node.name in ops:
             return node
         return None
+
+    def is_read_once(self, x: Value) -> bool:
+        """Whether one node alone of the graph as it was reads `x`, as it is now."""
+        return self.readers[x.name] == 1
 
     def constant(self, x: Value) -> torch.Tensor | None:
         """The tensor that `x` always is, or None if it depends on data or is large."""

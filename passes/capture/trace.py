@@ -24,6 +24,7 @@ from ..capture.compare_readings import are_equal, are_same
 from ..capture.fake_tensors import device_of, on_fake_tensors
 from ..capture.find_repeats import Watch, only_layers
 from ..capture.functionalize import functionalize
+from ..capture.grouped_products import shapes_of_grouped_products
 from ..capture.lean_export import lean_export
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
@@ -295,7 +296,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     while True:
         try:
-            with warnings.catch_warnings(), lean_export():
+            with warnings.catch_warnings(), lean_export(), shapes_of_grouped_products():
                 warnings.simplefilter("ignore")
                 return _export_once(wrapper, examples)
         except CaptureError:
