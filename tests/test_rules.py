@@ -9,6 +9,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable
+from math import prod
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def declared(op: Op) -> list[Example]:
     return [example(text.strip()) for text in op.examples.split(";") if text]
 
 
-EXAMPLES = [example for op in OPS.values() for example in declared(op)]
+EXAMPLES = [one for op in OPS.values() if op.rule is not None for one in declared(op)]
 ALL = EXAMPLES + POINTWISE
 
 # Rules that tests on shards cannot speak about.
@@ -164,16 +165,54 @@ def test_no_letter_is_whole_that_could_be_split(example: Example) -> None:
 # --- Operations -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=label)
-def test_products_take_the_operations_that_torch_counts(example: Example) -> None:
+# What torch does not count: a multiply-add for all letters of each of these.
+LETTERS = {
+    "aten.addbmm": "ik, bij, bjk",
+    "aten.addmv": "i, ij, j",
+    "aten.addr": "ij, i, j",
+    "aten.bilinear": "ni, nj, oij",
+    "aten.conv_tbc": "tbi, kio, o",
+    "aten.dot": "i, i",
+    "aten.linalg_vecdot": "ij, ij",
+    "aten.mv": "ij, j",
+    "aten.vdot": "i, i",
+}
+# Products by autocast, without a count of their own.
+NOT_COUNTED = {
+    "aten.prelu": "is elementwise",
+    "aten.scaled_dot_product_attention": "is autopar.attention when it is counted",
+    "aten._grouped_mm": "is autopar.expert_linear when it is counted",
+}
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in OPS.values() if op.examples], ids=lambda op: op.name
+)
+def test_ops_take_the_operations_that_torch_counts(op: Op) -> None:
     """torch counts those of matrices, and of several operands pair by pair."""
-    for one in draws(example):
+    counts = []
+    for one in itertools.chain.from_iterable(map(draws, declared(op))):
         operands = random_operands(one, 0)
         with FlopCounterMode(display=False) as counter:
             evaluate(one, operands)
-        counted = counter.get_total_flops()
+        counts.append(counter.get_total_flops())
+        if one.name in LETTERS:
+            pairs = zip(LETTERS[one.name].split(", "), operands, strict=True)
+            letters = {
+                c: n for text, x in pairs for c, n in zip(text, x.shape, strict=True)
+            }
+            assert not counts.pop(), f"torch counts {one.name} too"
+            counts.append(2 * prod(letters.values()))
         many = one.name == "aten.einsum" and len(operands) > 2
-        assert many or counted in (0, flops(one)), str(one)
+        assert many or counts[-1] in (0, flops(one)), str(one)
+    assert any(counts) == (op.flops is not None)
+
+
+def test_every_product_counts_its_operations() -> None:
+    of_torch = [op for op in OPS.values() if op.name.startswith("aten.")]
+    low = {op.name for op in of_torch if op.autocast == "low" and not op.flops}
+    assert low == NOT_COUNTED.keys()
+    assert [op.name for op in of_torch if op.flops and not op.examples] == []
 
 
 # --- Which ops a pending sum may pass ----------------------------------------------

@@ -114,8 +114,9 @@ class Op:
     value other than torch's default in another one is refused ("": it runs as it is,
     with whatever it is given). Of our own ops all arguments, in order.
     rule: which letters flow through it, see `passes.ops.notation`; by node, where it
-    depends on arguments. examples: calls of extents a < b < c < d that prove the rule,
-    where x(a, b) is a tensor: `overload(arguments); ...`. alternatives: to the rule.
+    depends on arguments. examples: calls of extents a < b < c < d that prove the rule
+    and flops, where x(a, b) is a tensor: `overload(arguments); ...`. alternatives: to
+    the rule.
     linear: what sums may pass it, see `passes.ops.linearity`. finite: whether what it
     gives, and its derivative, is finite, see `passes.ops.finite`; else it need not be.
     view: what it shows of its operand without a copy: all of it in another "shape", in

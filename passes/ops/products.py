@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
+from functools import cache
+from math import isqrt, prod
 from typing import Any
 
 from ..graph import Node, Value
 from ..ops import extents
 from ..ops.cotangents import Cotangents
 from ..ops.notation import parse
-from ..ops.op import Op, OutCotangents
+from ..ops.op import Autocast, Op, OutCotangents
 
 # --- Rules ------------------------------------------------------------------------
 
@@ -83,8 +85,35 @@ def of_einsum(node: Node) -> int:
 
 
 def of_filters(node: Node) -> int:
-    """Each element of the result sums over one filter [o, c, k]."""
-    return 2 * node.out.numel * prod(node.operands[1].shape[1:])
+    """Each element of the result sums over one filter [o, c, k]; transposed, each of
+    the operand is spread over those of its channel [c, o, k]."""
+    weight, spread = node.named("weight transposed")
+    spread = spread or "transpose" in node.name
+    each = node.operands[0] if spread else node.out
+    return 2 * each.numel * prod(weight.shape[1:])
+
+
+def contracted(node: Node) -> int:
+    """Each letter is of two of these three: of both factors, or of one and the result.
+    What a product is added to does not count."""
+    return 2 * isqrt(prod(v.numel for v in (*node.operands[-2:], node.out)))
+
+
+def of_chain(node: Node) -> int:
+    """Matrices one after the other, in the order that takes least."""
+    first, *others = (v.shape for v in node.operands)
+    ends = [first[0] if len(first) > 1 else 1, *(shape[0] for shape in others)]
+    ends.append(others[-1][1] if len(others[-1]) > 1 else 1)
+
+    @cache
+    def least(i: int, j: int) -> int:
+        between = range(i + 1, j)
+        ways = (
+            least(i, k) + least(k, j) + ends[i] * ends[k] * ends[j] for k in between
+        )
+        return min(ways, default=0)
+
+    return 2 * least(0, len(ends) - 1)
 
 
 def of_weight_grad(node: Node) -> int:
@@ -172,6 +201,19 @@ def _filter_each(node: Node) -> Node:
     return node.with_args(groups=x.shape[1]) if alone else node
 
 
+def _counted(
+    autocast: Autocast, flops: Callable[[Node], int], heeds: str = "", **examples: str
+) -> tuple[Op, ...]:
+    """Products of which no more is known than how much they compute."""
+    return tuple(
+        Op(f"aten.{n}", heeds, examples=x, flops=flops, autocast=autocast)
+        for n, x in examples.items()
+    )
+
+
+# With a stride of 2, transposed, in one group.
+SPREAD = "x(a, b, d), x(b, c, 2), None, (2,), (0,), (1,), True, (0,), 1"
+
 OPS = (
     Op(
         "aten.linear",
@@ -252,8 +294,8 @@ OPS = (
         finite="kept",
         autocast="low",
     ),
-    Op("aten.mv", "self vec", flops=by_columns, autocast="low"),
-    Op("aten.dot", "self tensor", flops=by_columns, autocast="equal"),
+    *_counted("low", by_columns, "self vec", mv="default(x(a, b), x(b))"),
+    *_counted("equal", by_columns, "self tensor", dot="default(x(a), x(a))"),
     Op(
         "aten.einsum",
         "equation tensors path",
@@ -285,20 +327,51 @@ OPS = (
         finite="kept",
         autocast="low",
     ),
-    *(
-        Op(f"aten.{name}", autocast="low")
-        for name in (
-            *("addmv", "addr", "addbmm", "chain_matmul", "prelu", "linalg_vecdot"),
-            *("conv2d", "conv3d", "convolution", "_convolution", "linalg_multi_dot"),
-            *("conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        )
+    *_counted(
+        "low",
+        contracted,
+        addmv="default(x(a), x(a, b), x(b))",
+        addr="default(x(a, b), x(a), x(b))",
+        addbmm="default(x(b, d), x(a, b, c), x(a, c, d))",
     ),
+    *_counted(
+        "equal",
+        contracted,
+        inner="default(x(a, b, c), x(d, c))",
+        tensordot="default(x(a, b, c), x(c, d, a), (0, 2), (2, 0))",
+        vdot="default(x(a), x(a))",
+    ),
+    *_counted(
+        "low",
+        of_chain,
+        chain_matmul="default((x(d, b), x(b, a), x(a, c)))",
+        linalg_multi_dot="default((x(b), x(b, a), x(a, d), x(d, c)))",
+    ),
+    *_counted(
+        "low",
+        of_filters,
+        conv2d="padding(x(a, 2 * b, d, d), x(2 * c, b, 2, 1), groups=2)",
+        conv3d="default(x(a, b, d, d, d), x(c, b, 2, 1, 2), x(c), padding=(1, 1, 1))",
+        conv_transpose1d="default(x(a, 2 * b, d), x(2 * b, c, 2), groups=2)",
+        conv_transpose2d="input(x(a, b, d, d), x(b, c, 2, 1), x(c), (1, 2))",
+        conv_transpose3d="input(x(a, b, d, d, d), x(b, c, 2, 1, 2))",
+        convolution=f"default({SPREAD})",
+        _convolution=f"default({SPREAD}, False, False, True, True)",
+    ),
+    *_counted("equal", of_filters, bilinear="default(x(a, b), x(a, c), x(d, b, c))"),
+    *_counted(
+        "low",
+        lambda node: 2 * node.out.numel * prod(node.arg("weight").shape[:2]),
+        conv_tbc="default(x(d, a, b), x(3, b, c), x(c), 1)",
+    ),
+    *_counted(
+        "low",
+        lambda node: 2 * node.out.numel * node.arg("x").shape[node.arg("dim")],
+        linalg_vecdot="default(x(a, b), x(a, b), dim=0)",
+    ),
+    *(Op(f"aten.{name}", autocast="equal") for name in ("cross", "linalg_cross")),
+    Op("aten.prelu", autocast="low"),
     Op("aten._grouped_mm", autocast="low", lowered=2),
-    *(
-        Op(f"aten.{name}", autocast="equal")
-        for name in ("cross", "inner", "linalg_cross", "tensordot", "vdot")
-    ),
-    Op("aten.bilinear", autocast="equal"),
     Op("autopar.affine", "x weight bias", flops=by_columns, derivative=affine),
     Op("autopar.bias_grad_", "into dy"),
     Op("autopar.linear_weight_grad_", "into dy x", flops=of_weight_grad),

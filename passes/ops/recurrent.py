@@ -24,25 +24,26 @@ def rule(node: Node) -> str | None:
 
 def flops(node: Node) -> int:
     """Each step of each sample is multiplied with each matrix."""
-    x, *others = node.operands
-    matrices = [v for v in others if len(v.shape) == 2]
+    x, weights = node.operands[0], node.arg("params") or node.named("w_ih w_hh")
+    matrices = [v for v in weights if len(v.shape) == 2]
     return 2 * x.numel // x.shape[-1] * sum(v.numel for v in matrices)
 
 
-def _example(gates: int, x: str, states: str, batch_first: bool) -> str:
-    """One layer of width a, without dropout."""
-    weights = f"(x({gates} * a, d), x({gates} * a, a), x({gates} * a), x({gates} * a))"
-    flags = f"True, 1, 0.0, False, False, {batch_first}"
-    return f"input({x}, {states}, {weights}, {flags})"
+def _both(name: str, gates: int, states: str, x: str = "x(b, c, d)") -> tuple[Op, Op]:
+    """A layer of width a, without dropout, and one of its steps."""
+    weights = f"x({gates} * a, d), x({gates} * a, a), x({gates} * a), x({gates} * a)"
+    flags = f"True, 1, 0.0, False, False, {x == 'x(b, c, d)'}"
+    layer = f"input({x}, {states.format('1, ')}, ({weights}), {flags})"
+    step = f"default(x(b, d), {states.format('')}, {weights})"
+    return (
+        Op(f"aten.{name}", HEEDS, rule, layer, flops=flops),
+        Op(f"aten.{name}_cell", examples=step, flops=flops, autocast="low"),
+    )
 
 
-EXAMPLES = {
-    "lstm": _example(4, "x(b, c, d)", "(x(1, b, a), x(1, b, a))", True),
-    "gru": _example(3, "x(c, b, d)", "x(1, b, a)", False),
-    "rnn_tanh": _example(1, "x(b, c, d)", "x(1, b, a)", True),
-    "rnn_relu": _example(1, "x(b, c, d)", "x(1, b, a)", True),
-}
 OPS = (
-    *(Op(f"aten.{n}", HEEDS, rule, x, flops=flops) for n, x in EXAMPLES.items()),
-    *(Op(f"aten.{name}_cell", autocast="low") for name in EXAMPLES),
+    *_both("lstm", 4, "(x({0}b, a), x({0}b, a))"),
+    *_both("gru", 3, "x({0}b, a)", "x(c, b, d)"),
+    *_both("rnn_tanh", 1, "x({0}b, a)"),
+    *_both("rnn_relu", 1, "x({0}b, a)"),
 )
