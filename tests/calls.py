@@ -141,6 +141,8 @@ REDUCED: dict[str, Call] = {
     "log_softmax seq": lambda g: g.z.log_softmax(1, dtype=f64),
     "sort": lambda g: g.x.sort(1, descending=True).values * g.y,
     "sort stable": lambda g: g.x.sort(dim=1, descending=True, stable=True)[0] * g.y,
+    "argsort": lambda g: g.x.argsort(1, descending=True) * g.x,
+    "argsort stable": lambda g: g.x.argsort(stable=True, dim=1) * g.x,
     "topk": lambda g: g.x.topk(2, 1, largest=False, sorted=True).values,
     "topk last": lambda g: g.x.topk(2, sorted=False).values.sum(-1),
 }

@@ -66,7 +66,7 @@ class Trained(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.tokens = nn.Embedding(12, 8)
+        self.tokens, self.steps = nn.Embedding(12, 8), nn.GRU(8, 8, batch_first=True)
         self.up, self.second, self.head = (
             nn.Linear(8, 8),
             nn.Linear(8, 12),
@@ -77,6 +77,8 @@ class Trained(nn.Module):
         x = self.tokens(ids)
         if (self.kind == "noise" and self.training) or self.kind == "always noise":
             x = x + torch.randn_like(x)
+        if self.kind == "recurrent":  # an op that has dropout, and is told to train
+            x = self.steps(x)[0]
         x = F.dropout(self.up(x).tanh(), 0.3, self.training)
         logits = self.head(x)
         if self.kind == "no loss" and not self.training:
@@ -97,7 +99,9 @@ def trained(kind: str) -> Case:
 
 
 @pytest.mark.matrix(quick=1)
-@pytest.mark.parametrize("kind", ["noise", "second head", "penalty", "dropout"])
+@pytest.mark.parametrize(
+    "kind", ["noise", "second head", "penalty", "dropout", "recurrent"]
+)
 def test_what_training_adds_is_left_out(kind: str) -> None:
     case = trained(kind)
     step = case.step()
@@ -111,7 +115,8 @@ def test_what_training_adds_is_left_out(kind: str) -> None:
     trains = {name for name, p in step.named_parameters() if p.grad is not None}
     assert ("second.weight" in trains) == (kind == "second head")
     assert step.state_dict().keys() == case.model.state_dict().keys()
-    programs = 1 if kind == "dropout" else 2  # dropout is left out of the same one
+    # Dropout is left out of the same one.
+    programs = 1 if kind in ("dropout", "recurrent") else 2
     assert len(step._shapes._executors) == programs
 
 

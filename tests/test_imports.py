@@ -60,19 +60,6 @@ EFFECTS = {
 # Text about a path touches no file; the module itself is a name until it is used.
 HARMLESS = {"os", "os.path", "os.sep", "sys", "sys.maxsize"}
 COMPILER = "autopar.passes"  # a link to the folder, so that no other package is hidden
-# Files with a table of ops by name: rules that each rewrite one spelling, and what
-# makes or arranges nodes of these kinds. What is so of an op, its declaration says;
-# but ops before lowering, among which chosen rows are followed, have none.
-TABLES = {
-    "capture/causal_masks.py", "capture/chosen_rows.py", "capture/column_masks.py",
-    "capture/compare_readings.py", "capture/decompose_losses.py",
-    "capture/distinct.py", "capture/functionalize.py", "capture/loss.py",
-    "capture/normalize.py", "capture/reduce_rows.py",
-    "capture/decompose_composites.py", "capture/decompose_slices.py",
-    "capture/split_products.py", "dims/choose_names.py",
-    "shard/collectives.py", "shard/parameter_sharding.py",
-}  # fmt: skip
-OP_NAME = r"(aten|autopar|comm)\.\w+(\.\w+)?"
 BUILTINS = {"open", "input", "print", "exec", "eval", "__import__"}
 
 
@@ -214,30 +201,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize("path", sources("passes"), ids=lambda path: path.name)
 def test_passes_have_no_effects(path: Path) -> None:
     assert impure(parse(path)) == []
-
-
-def names_of_ops(tree: ast.AST) -> int:
-    """How many ops the largest table of a file names."""
-    if isinstance(tree, ast.comprehension | ast.GeneratorExp | ast.DictComp):
-        made = [n for n in ast.walk(tree) if isinstance(n, ast.JoinedStr)]
-        if any(ast.unparse(n)[2:].startswith(("aten.{", "comm.{")) for n in made):
-            return 99  # of each of some words
-    items = getattr(tree, "keys", None) or getattr(tree, "elts", None) or []
-    texts = [n.value for n in items if isinstance(n, ast.Constant)]
-    own = sum(bool(re.fullmatch(OP_NAME, str(text))) for text in texts)
-    own += sum(names_of_ops(n.value) for n in items if isinstance(n, ast.Starred))
-    return max([own, *map(names_of_ops, ast.iter_child_nodes(tree))])
-
-
-@pytest.mark.slow
-def test_tables_of_ops_are_declarations() -> None:
-    found = {
-        path.relative_to(ROOT / "passes").as_posix()
-        for path in sources("passes")
-        if "ops" not in path.parts and names_of_ops(parse(path)) > 2
-    }
-    assert found == TABLES
-    assert [p for p in sources("autopar") if names_of_ops(parse(p)) > 2] == []
 
 
 @pytest.mark.slow

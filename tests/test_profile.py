@@ -36,10 +36,11 @@ from autopar.passes.capture.normalize import normalize
 from autopar.passes.cost import signature
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import Mesh
+from autopar.passes.ops.collectives import SPEAKS
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.measured import MEASURED, Messages, Ops, Timed
 from autopar.passes.price.price_layers import cut_layers
-from autopar.passes.shard.collectives import SPEAKS, collective
+from autopar.passes.shard.collectives import collective
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.profile import Layers, Workload

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.passes.capture.functionalize import KNOWN_CHANCE
 from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.errors import AutoparError
 from autopar.passes.graph import Graph, Node
@@ -64,9 +63,10 @@ def _without_dropout(graph: Graph) -> str:
     """A captured graph's text, as if all dropout in it were off."""
 
     def changed(node: Node) -> Node:
-        bound = {k: OFF.get(k, v) for k, v in arguments(node).items()}
-        args, kwargs = call(node.op, bound)
+        bound = arguments(node)
+        if not OFF.keys() & bound.keys():
+            return node
+        args, kwargs = call(node.op, {k: OFF.get(k, v) for k, v in bound.items()})
         return replace(node, args=args, kwargs=kwargs)
 
-    nodes = (changed(n) if n.name in KNOWN_CHANCE else n for n in graph.nodes)
-    return str(replace(graph, nodes=tuple(nodes)))
+    return str(replace(graph, nodes=tuple(map(changed, graph.nodes))))

@@ -27,8 +27,9 @@ from autopar.passes.cost import flops, signature, traffic
 from autopar.passes.dims.origins import is_real_or_complex
 from autopar.passes.graph import Node, Value
 from autopar.passes.mesh import Mesh
+from autopar.passes.ops.collectives import SPEAKS
 from autopar.passes.price.measured import Timed
-from autopar.passes.shard.collectives import SPEAKS, collective
+from autopar.passes.shard.collectives import collective
 from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.passes.stage.names import RESIDUALS

@@ -15,12 +15,12 @@ from ..graph import Node, Value, resolve
 COMPARES = frozenset(
     f"aten.{name}"
     for name in (
-        *("add", "sub", "le", "lt", "ge", "gt", "eq", "ne", "to", "detach"),
+        *("add", "sub", "le", "lt", "ge", "gt", "eq", "ne", "to"),
         *("__and__", "__or__", "bitwise_and", "bitwise_or", "bitwise_not"),
         *("logical_and", "logical_or", "logical_not"),
     )
 )
-VIEWS = frozenset({"aten.reshape", "aten.expand"})
+VIEWS = frozenset({"aten.reshape", "aten.expand", "aten.detach"})
 SMALL = 2**20  # elements of what is evaluated whole
 HIDDEN = -1e9  # a number this low, added to a score, leaves a weight of 0 in any dtype
 

@@ -9,13 +9,12 @@ from functools import reduce
 
 import torch
 
-from ..capture.causal_masks import SMALL, causal_window, is_of_positions
+from ..capture.causal_masks import SMALL, VIEWS, causal_window, is_of_positions
 from ..capture.rewrite import Rewriter
 from ..graph import Node, Value
 from ..ops.arguments import arguments
 
 ANDS = frozenset(f"aten.{n}" for n in ("__and__", "bitwise_and", "logical_and"))
-VIEWS = frozenset({"aten.reshape", "aten.expand", "aten.detach"})
 # Comparisons of what rows have with what columns have, and with sides changed.
 ORDERS = {"aten.le": False, "aten.ge": True}
 

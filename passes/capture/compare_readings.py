@@ -12,14 +12,12 @@ from torch import Tensor
 from ..capture.chosen_rows import ADDING, CHOOSES
 from ..capture.reduce_rows import LOSSES
 from ..graph import Graph, Node, Value, map_values
-from ..ops.op import op_of, shows_all
+from ..ops.op import is_view, op_of, shows_all
 
-# 0 throughout where their first operand is, beside what shows all of it.
-STAY = {
-    f"aten.{name}" for name in ("any", "amax", "count_nonzero", "expand", "max")
-} | {"aten.select", "aten.sum"}
-# Of these, one that is 0 says so of all numbers only where none is below 0.
+# One that is 0 says so of all numbers only where none is below 0.
 TAKEN_TOGETHER = ("aten.sum", "aten.max", "aten.amax")
+# 0 throughout where their first operand is, beside what shows some of it.
+STAY = ("aten.any", "aten.count_nonzero", *TAKEN_TOGETHER)
 WRITES = {
     *(f"aten.{name}" for name in ("index_put", "index_copy", "masked_scatter")),
     *("aten.scatter", *ADDING),
@@ -115,7 +113,8 @@ class Keys:
 
 
 def _stays_zero(node: Node) -> bool:
-    return shows_all(node) or (node.name in STAY and len(node.operands) == 1)
+    stays = node.name in STAY and len(node.operands) == 1
+    return stays or shows_all(node) or is_view(node)
 
 
 def _stays(node: Node, zeros: Set[str]) -> bool:
@@ -226,7 +225,10 @@ def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
     if node.name in TAKEN_TOGETHER and x.dtype != torch.bool:
         return [v.name]
     # One number of x that is 0 says nothing of the others.
-    whole = _stays_zero(node) and (node.name != "aten.select" or v.numel == x.numel)
+    if op_of(node).view == "copies":  # of all, or windows with gaps between them
+        whole = node.name == "aten.expand"
+    else:
+        whole = _stays_zero(node) and (not is_view(node) or v.numel == x.numel)
     return [v.name, *(_zeros(x, made) if whole else [])]
 
 

@@ -97,7 +97,7 @@ def subtraction(rewriter: Rewriter, node: Node) -> Value | None:
     if out.shape != () or not out.dtype.is_floating_point:
         return None
     x, y = asked["self"], asked["other"]
-    if node.op.startswith("aten.rsub"):
+    if node.name == "aten.rsub":
         x, y = y, x
     if isinstance(y, Value):
         if y.dtype != out.dtype:

@@ -9,27 +9,9 @@ from __future__ import annotations
 from ..capture.rewrite import Rewriter, Rule
 from ..graph import Node, Value
 from ..ops.arguments import arguments, call
+from ..ops.op import OPS
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
-
-# Losses with an argument `reduction`, each of whose means is that of its elements.
-REDUCED = (
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cosine_embedding_loss",
-    "hinge_embedding_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "margin_ranking_loss",
-    "mse_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "poisson_nll_loss",
-    "smooth_l1_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-)
 
 
 def reduced(rewriter: Rewriter, node: Node) -> Value | None:
@@ -47,4 +29,9 @@ def reduced(rewriter: Rewriter, node: Node) -> Value | None:
     return rewriter.emit("aten.mul.Tensor", total, share, name="loss")
 
 
-REDUCED_RULES: dict[str, Rule] = {f"aten.{name}": reduced for name in REDUCED}
+# Each mean is that of the elements, but where labels may be ignored.
+REDUCED_RULES: dict[str, Rule] = {
+    name: reduced
+    for name, op in OPS.items()
+    if name.startswith("aten.") and "reduction" in op.heeds and not op.labels
+}

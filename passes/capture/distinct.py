@@ -10,8 +10,8 @@ import torch
 
 from ..graph import Node, Value
 from ..ops.op import op_of
+from ..ops.reductions import topmost
 
-SORTED = {"aten.topk", "aten.sort", "aten.argsort"}
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 WIDE = (torch.int16, torch.int32, torch.int64)
 
@@ -41,7 +41,7 @@ def _distinct(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
     node = made.get(v.name)
     if node is None or not node.operands or v.dtype not in WIDE:
         return frozenset()
-    if node.name in SORTED:
+    if op_of(node).rule is topmost:
         rank = len(v.shape)
         return frozenset(
             {node.arg("dim") % rank} if v == node.outs[-1] and rank else ()

@@ -15,20 +15,17 @@ import torch
 from ..builder import Builder
 from ..capture.views import is_view, put_back
 from ..errors import CaptureError
-from ..graph import Graph, Node, Value, resolve, short, without_overload
+from ..graph import Graph, Node, Value, parameters, resolve, short
 from ..ops.arguments import arguments, shows_operand
 from ..ops.evaluate import results_like
+from ..ops.op import op_of
 from ..ops.random import draw_of
 
-# Ops that draw random numbers in a way that later passes make independent of the plan.
-KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
 # What to do about a model that counts, or keeps averages.
 OUTSIDE = (
     "compute it anew in each forward; freeze running statistics by .eval(); leave out "
     "what only counts by `if not torch.compiler.is_exporting():` before it"
 )
-# Ops that return their operand itself where they are off.
-DROPOUTS = {"aten.alpha_dropout", "aten.dropout", "aten.feature_dropout"}
 
 # Written in place -> the form that makes a new value, where it has another name.
 NEW = {
@@ -83,19 +80,12 @@ def _written(builder: Builder, node: Node) -> list[Node]:
 
 def _refuse_chance(node: Node) -> None:
     """Ranks that hold the same value would draw different ones."""
-    name = node.name
     if torch.Tag.nondeterministic_seeded not in _operator(node).tags:
         return
-    if name in KNOWN_CHANCE or (
-        name.endswith("dropout") and node.arg("train") is False
-    ):
+    p = node.arg("dropout")  # between the layers of a recurrent op
+    if node.arg("train") is False or p == 0:
         return
-    new = _without_write(node) if _operator(node)._schema.is_mutable else node.op
-    if draw_of(without_overload(new), arguments(replace(node, op=new))):
-        return
-    if (p := node.arg("dropout")) is not None:  # between the layers of a recurrent op
-        if not (node.arg("train") and p):
-            return
+    if p:
         raise CaptureError(
             f"the dropout of {p:g} between the layers of "
             f"'{short(node.op)}' would differ by rank",
@@ -103,6 +93,13 @@ def _refuse_chance(node: Node) -> None:
             fix="make the layers one by one, with nn.Dropout between them, or "
             "dropout=0.0",
         )
+    if _operator(node)._schema.is_mutable:
+        new = replace(node, op=_without_write(node))
+    else:
+        new = node
+    is_dropout = {"train", "dropout_p"}.intersection(op_of(new).heeds.split())
+    if is_dropout or draw_of(new.name, arguments(new)):
+        return
     raise CaptureError(
         f"'{short(node.op)}' draws random numbers, which would differ by rank",
         source=str(node.location),
@@ -168,11 +165,10 @@ class _Memory:
 
     def _source(self, node: Node, v: Value) -> Value | None:
         """The operand that a result of a node shares memory with."""
-        name = node.name
-        if name in DROPOUTS:
+        if {"p", "train"} <= parameters(node.op).keys():  # its operand itself, if off
             is_on = node.arg("train") and node.arg("p") > 0
             return None if is_on else node.operands[0]
-        if name == LITERAL:
+        if node.name == LITERAL:
             return None
         place = self.memory.get(v.name)
         places = [self.memory.get(x.name) for x in node.operands]

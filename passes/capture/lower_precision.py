@@ -69,7 +69,7 @@ class _Lowering:
             if part and node.operands[0].name in self.views:
                 # Its cast comes before, once for all parts of a weight.
                 self.views.update((v.name, node) for v in node.results)
-            if old.op.startswith("aten.embedding."):
+            if old.name == "aten.embedding":
                 wide = self.cast(node.out, old.operands[0].dtype, node.location)
                 self.now[old.out.name] = wide
         outputs = tuple(self.now.get(v.name, v) for v in self.graph.outputs)

@@ -34,8 +34,10 @@ from ..capture.rewrite import Rewriter, Rule
 from ..capture.split_products import split_products
 from ..capture.trace import Traced
 from ..graph import Graph, Node, Value, bare
+from ..ops import creation
 from ..ops.arguments import arguments, refuse_unread
 from ..ops.captured import RESHAPES
+from ..ops.op import OPS
 from ..ops.random import CHANCE, DRAW, DRAWN, draw_of, overload
 
 NESTED = 2  # pieces of pieces are cut too
@@ -290,35 +292,15 @@ def _uncast(rewriter: Rewriter, x: Value) -> Value:
 
 CLEAN: dict[str, Rule] = {
     **{
-        f"aten.{name}": identity
-        for name in ("alias", "contiguous", "lift_fresh_copy", "clone")
+        name: cast if op.elements == "cast" else identity
+        for name, op in OPS.items()
+        if op.elements in ("same", "cast") and op.view != "same"
     },
-    **{f"aten.{name}": cast for name in ("to", "_to_copy", "float", "type_as")},
     **dict.fromkeys(RESHAPES, reshape),
     **{
-        f"aten.{name}": factory
-        for name in (
-            "arange",
-            "empty",
-            "ones",
-            "zeros",
-            "full",
-            "scalar_tensor",
-            "tril_indices",
-        )
-    },
-    **{
-        f"aten.{name}": new_factory
-        for name in (
-            "new_ones",
-            "new_zeros",
-            "new_empty",
-            "new_full",
-            "empty_like",
-            "ones_like",
-            "zeros_like",
-            "full_like",
-        )
+        op.name: new_factory if op.heeds.startswith("self ") else factory
+        for op in creation.OPS
+        if "dtype" in op.heeds.split()
     },
     "aten.expand": unchanged,
     **SLICE_RULES,

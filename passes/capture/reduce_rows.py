@@ -12,12 +12,13 @@ import torch
 from ..capture.rows import Rows
 from ..graph import Node, Value, bare
 from ..ops.arguments import arguments
+from ..ops.op import OPS
 
 if TYPE_CHECKING:
     from ..capture.chosen_rows import Keeper
 
 EVERY = 2**63 - 1  # torch's end of `[:]`
-LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
+LOSSES = {name for name, op in OPS.items() if op.labels}
 
 
 def total(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:

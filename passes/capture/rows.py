@@ -7,16 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..capture.distinct import dim_after
-from ..graph import Node, Value
+from ..graph import Node, Value, parameters
 from ..ops.op import op_of
 from ..ops.reductions import dims_of
 from ..ops.rules import equation, is_pointwise
-
-# Along dims, without those.
-ALONG = {
-    f"aten.{name}"
-    for name in ("all", "any", "argmax", "argmin", "logsumexp", "prod", "std")
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
     if op_of(node).elements:
         return rows.dim if rows and out.shape == x.shape else None
     row_dims = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
-    if node.name in ALONG:
+    if "keepdim" in parameters(node.op):  # it goes along dims, and leaves these out
         if (
             rows is None
             or node.arg("dim") is None

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from ..capture.decompose_slices import bounds
 from ..capture.rewrite import Rewriter, Rule
 from ..graph import Graph, Node, Value
+from ..ops.op import OPS
+from ..ops.views import cut
 
 LINEAR, MATMUL, ADD = "aten.linear.default", "aten.matmul.default", "aten.add.Tensor"
-CUTS = ("aten.split", "aten.split_with_sizes", "aten.chunk")
+CUTS = {name for name, op in OPS.items() if op.rule is cut}
 JOINED = 3  # pieces at most that are not joined before a product: an output for each
 
 

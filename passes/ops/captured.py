@@ -80,11 +80,9 @@ OPS = (
         for name, (heeds, elements) in MOVED.items()
     ),
     Op("aten.clone", "self", elements="same", extents=extents.aligned, counts=True),
-    *(Op(f"aten.{name}", elements="cast") for name in ("bool", "long")),
-    Op("aten.float", elements="cast", put_back=parts.reshaped),
     *(
         Op(f"aten.{name}", put_back=parts.reshaped)
-        for name in ("alpha_dropout", "feature_dropout")
+        for name in ("alpha_dropout", "feature_dropout", "feature_alpha_dropout")
     ),
     Op("aten._to_copy", "self dtype", elements="cast"),
     Op("aten.expand_as", "self other", put_back=parts.reshaped),

@@ -97,6 +97,17 @@ def to_exchange(node: Node) -> int:
     return _packed(node.operands[0], split) + _packed(node.out, joined)
 
 
+# What parameters and their gradients begin to move by, while something computes.
+UNDER_WAY = {
+    "comm.start_gather": ("xs axes dims wholes", "all_gather"),
+    "comm.start_scatter": ("xs axes dims", "reduce_scatter"),
+}
+# What only speaks of others that are under way, or may be.
+SPEAKS = {
+    "comm.wait": "under_way",
+    "comm.ready": "gradients",
+    "comm.pause": "values",
+}
 OPS = (
     Op("comm.loss_scale", "shape dtype"),
     Op("comm.enter", "x axes", derivative=enter),
@@ -110,7 +121,6 @@ OPS = (
         derivative=all_gather,
         called_with=4,
     ),
-    Op("comm.start_gather", "xs axes dims wholes", kind="all_gather"),
     Op(
         "comm.reduce_scatter",
         "x axes dim",
@@ -118,10 +128,8 @@ OPS = (
         workspace=to_scatter,
         derivative=reduce_scatter,
     ),
-    Op("comm.start_scatter", "xs axes dims", kind="reduce_scatter"),
-    Op("comm.wait", "under_way"),
-    Op("comm.ready", "gradients"),
-    Op("comm.pause", "values"),
+    *(Op(name, heeds, kind=kind) for name, (heeds, kind) in UNDER_WAY.items()),
+    *(Op(name, heeds) for name, heeds in SPEAKS.items()),
     Op("comm.shard", "x axes dim pads", derivative=shard, called_with=3),
     Op("comm.pad", "x axes dim whole"),
     Op(

@@ -201,6 +201,12 @@ OPS = (
         selects=True,
     ),
     Op(
+        "aten.argsort",
+        "self stable dim descending",
+        topmost,
+        "default(x(a, b, c), 0)",
+    ),
+    Op(
         "aten.max",
         "self other dim keepdim",
         extreme,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..cost import Exchange, flops, join_exchanges, traffic
 from ..graph import Node, Value
 from ..ops.attention import passed_round, ring_of
+from ..ops.collectives import SPEAKS, UNDER_WAY
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
 from ..price.account import Account, PartCost
@@ -16,7 +17,7 @@ from ..price.cluster import Device
 from ..price.fusion import fused_traffic
 from ..price.measured import BETWEEN, BEYOND, MEASURED, SOURCES, TABLE, between
 from ..price.price_memory import with_held
-from ..shard.collectives import SPEAKS, UNDER_WAY, collective, contributed_bytes
+from ..shard.collectives import collective, contributed_bytes
 from ..stage.local_stage import LocalStage
 
 

@@ -7,11 +7,6 @@ from ..mesh import as_axes
 from ..ops.experts import ROUTED
 from ..ops.op import op_of
 
-# What only speaks of others that are under way, or may be.
-SPEAKS = ("comm.wait", "comm.ready", "comm.pause")
-# What parameters and their gradients begin to move by, while something computes.
-UNDER_WAY = ("comm.start_gather", "comm.start_scatter")
-
 
 def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
     """("all_gather", its axes); None for what sends nothing. What is waited for later

@@ -29,13 +29,16 @@ from ..mesh import TIME
 from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.collectives import axes_of
-from ..shard.resharding import R, V
+from ..shard.resharding import MAX, TABLE, P, R, V
 from ..shard.sharding import Sharding
 
 GATHER = "comm.all_gather"
 GATHERS = (GATHER, "comm.start_gather")
 # What changes where a parameter lies or its precision, and nothing else.
-MOVES = (GATHER, CAST, "comm.shard", "comm.enter", "comm.all_to_all")
+MOVES = {
+    CAST,
+    *(f"comm.{op}" for ends, (op, _) in TABLE.items() if not {P, MAX} & {*ends}),
+}
 
 
 def split_parameter(

@@ -38,7 +38,7 @@ HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
 
 # What leads from a parameter's share to what is whole of it. A shard of what was whole
 # may lie as rows do.
-FROM_SHARES = frozenset(MOVES) - {"comm.shard"}
+FROM_SHARES = MOVES - {"comm.shard"}
 
 READY = "comm.ready"
 # Where what runs once a step goes on as soon as some gradients are ready, or somebody
