@@ -27,6 +27,7 @@ from autopar.passes.schedule.fit_schedule import (
     named_schedules,
 )
 from autopar.passes.schedule.footprint import Footprint, peak_bytes
+from autopar.passes.schedule.list_schedule import RULES, Pipeline, list_schedule
 from autopar.passes.schedule.make_schedule import make_schedule
 from autopar.passes.schedule.schedule import Kind, ScheduleError, add_communication
 from autopar.passes.schedule.simulate_schedule import simulate
@@ -262,3 +263,29 @@ def test_on_four_processes():
     results = run_ranks(rank_differs_by, 4)
     assert max(error for error, _ in results) < 1e-12
     assert len({schedule for _, schedule in results}) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_order_ends_where_it_is_slower_than_the_best(overlap: bool) -> None:
+    """And only there: what is as fast comes out as without that end."""
+    ended = 0
+    for seed in range(40):
+        case = draw(seed)
+        placement = tuple(range(case.ranks)) * case.stages_per_rank
+        limits = case.limits(placement)
+        job = Pipeline(
+            case.microbatches,
+            placement,
+            case.seconds,
+            case.footprints,
+            limits,
+            case.send,
+            overlap,
+        )
+        for rule in RULES:
+            if (whole := list_schedule(job, rule)) is None:
+                continue
+            assert list_schedule(job, rule, whole.seconds) == whole
+            assert list_schedule(job, rule, whole.seconds * (1 - 1e-6)) is None
+            ended += 1
+    assert ended > 100

@@ -18,6 +18,7 @@ from autopar.passes.search.by_formula import (
     layer_mesh,
     least_bytes,
     least_seconds,
+    least_states,
     make_timer,
     prices_of,
     rough,
@@ -46,6 +47,13 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
     least = {c: least_bytes(c, space.runs, prices_of(c, prices), timed) for c in peaks}
     assert all(least[c] <= peak for c, peak in peaks.items())
     assert sum(least[c] > 0.5 * peak for c, peak in peaks.items()) > len(peaks) / 4
+    # Nor what shares its mesh and ZeRO with what cannot for its weights alone.
+    states: dict[object, set[float]] = {}
+    for c in peaks:
+        known = least_states(c, space.runs, prices_of(c, prices), timed)
+        states.setdefault((c.mesh, c.zero), set()).add(known)
+        assert known <= least[c]
+    assert {len(each) for each in states.values()} == {1}
 
 
 @pytest.mark.slow

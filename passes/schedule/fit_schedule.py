@@ -57,51 +57,47 @@ def fit_schedule(
     steps_overlap: a rank begins its next step when it is done, and waits for nobody.
     Raises ScheduleError if not even one microbatch at a time fits.
     """
-    known = [
-        on_paper(schedule, seconds, send)
-        for schedule in named_schedules(ranks, microbatches, stages_per_rank)
-    ]
-    made = [
-        listed
-        for placement in _placements(ranks, stages_per_rank)
-        for listed in _listed(
-            Pipeline(
-                microbatches, placement, seconds, footprints, limits(placement), send
-            )
+    best: list[Listed] = []  # those that fit and are as fast as any, up to rounding
+
+    def offer(listed: Listed) -> None:
+        if best and listed.seconds > _as_fast(best):
+            return
+        whole = listed.schedule
+        if not whole.has_communication:
+            whole = add_communication(whole)
+        if fits(whole, footprints, limits(whole.stage_to_rank)):
+            best.append(replace(listed, schedule=whole))
+            best[:] = (each for each in best if each.seconds <= _as_fast(best))
+
+    names = named_schedules(ranks, microbatches, stages_per_rank)
+    known = [on_paper(named, seconds, send, steps_overlap) for named in names]
+    for listed in sorted(known, key=lambda listed: listed.seconds):
+        offer(listed)
+    named = best[0] if best else None
+    for placement in _placements(ranks, stages_per_rank):
+        rooms = limits(placement)
+        job = Pipeline(
+            microbatches, placement, seconds, footprints, rooms, send, steps_overlap
         )
-    ]
-
-    def taken(listed: Listed) -> float:
-        return listed.elapsed if steps_overlap else listed.total
-
-    def fastest(tried: Iterable[Listed]) -> list[Listed]:
-        """Those that fit and are as fast as any, up to rounding."""
-        fastest: list[Listed] = []
-        for listed in sorted(tried, key=taken):
-            if fastest and taken(listed) > taken(fastest[0]) * (1 + 1e-12):
-                break
-            whole = listed.schedule
-            if not whole.has_communication:
-                whole = add_communication(whole)
-            if fits(whole, footprints, limits(whole.stage_to_rank)):
-                fastest.append(replace(listed, schedule=whole))
-        return fastest
-
-    best = fastest([*known, *made])
+        for rule in RULES:
+            if made := list_schedule(job, rule, _as_fast(best)):
+                offer(made)
     if not best:
         raise _too_little(footprints, limits, _placements(ranks, stages_per_rank)[0])
+    best.sort(key=lambda listed: listed.seconds)
     least = min(best, key=lambda listed: _peak(listed.schedule, footprints))
-    named = fastest(known)
     return Fitted(
         least.schedule,
-        taken(least),
-        named[0].schedule if named else None,
-        taken(named[0]) if named else None,
+        least.seconds,
+        named.schedule if named else None,
+        named.seconds if named else None,
     )
 
 
-def _listed(job: Pipeline) -> list[Listed]:
-    return [order for rule in RULES if (order := list_schedule(job, rule))]
+def _as_fast(best: Sequence[Listed]) -> float:
+    """The seconds up to which a schedule is as fast as the best."""
+    fastest = min((listed.seconds for listed in best), default=math.inf)
+    return fastest * (1 + 1e-12)
 
 
 def named_schedules(
@@ -138,8 +134,14 @@ def _placements(ranks: int, stages_per_rank: int) -> list[tuple[int, ...]]:
     return [rounds, vee] if stages_per_rank == 2 and ranks > 1 else [rounds]
 
 
-def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Listed:
-    """A named schedule with its messages, and how long it takes."""
+def on_paper(
+    schedule: Schedule,
+    seconds: Sequence[Seconds],
+    send: float,
+    steps_overlap: bool = False,
+) -> Listed:
+    """A named schedule with its messages, and how long a step takes, see
+    `fit_schedule`."""
     schedule = add_communication(schedule)
     timeline = simulate(
         schedule,
@@ -149,7 +151,7 @@ def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Lis
         send,
         proved=True,
     )
-    return Listed(schedule, timeline.total, max(timeline.elapsed))
+    return Listed(schedule, max(timeline.elapsed) if steps_overlap else timeline.total)
 
 
 def _peak(schedule: Schedule, footprints: Sequence[Footprint]) -> int:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import starmap
 
 from ..cost import Seconds
 from ..schedule.footprint import Footprint
@@ -50,6 +51,9 @@ RULES = (
 )
 
 
+ROUNDED = 1 + 1e-9  # sums of the same seconds in another order are no larger
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """What is to be scheduled: see `fit_schedule`. placement: stage -> rank."""
@@ -60,19 +64,20 @@ class Pipeline:
     footprints: Sequence[Footprint]
     limits: Sequence[float]
     send: float
+    steps_overlap: bool
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A schedule, and the seconds that it takes: see `Timeline.total`, `.elapsed`."""
+    """A schedule, and the seconds of a step."""
 
     schedule: Schedule
-    total: float
-    elapsed: float
+    seconds: float
 
 
-def list_schedule(job: Pipeline, rule: Rule) -> Listed | None:
-    """The order that comes of a rule; None where memory does not let it begin."""
+def list_schedule(job: Pipeline, rule: Rule, most: float = math.inf) -> Listed | None:
+    """The order that comes of a rule; None where memory does not let it begin, or if it
+    takes longer than `most` seconds."""
     ranks = [_Rank(job, rule, rank) for rank in range(len(job.limits))]
     if any(rank.budget < rank.whole for rank in ranks):
         return None
@@ -89,26 +94,33 @@ def list_schedule(job: Pipeline, rule: Rule) -> Listed | None:
             continue
         kind, stage = step
         for at, there, tensor in rank.run(kind, stage, now):
-            ranks[job.placement[there]].arrivals[tensor, there].append(at)
+            ranks[job.placement[there]].arrivals[tensor][there].append(at)
             heappush(events, (at, job.placement[there]))
+        if rank.idle + rank.work > most * ROUNDED:
+            return None
         heappush(events, (rank.free, index))
-    lists = tuple(tuple(Action(*a) for a in rank.actions) for rank in ranks)
+    lists = tuple(tuple(starmap(Action, rank.actions)) for rank in ranks)
     wanted = 3 * len(job.placement) * job.microbatches
     assert sum(map(len, lists)) == wanted, "a rank is left waiting"
     made = Schedule("made", job.microbatches, tuple(job.placement), lists)
-    total = max(rank.free for rank in ranks)
-    return Listed(made, total, max(rank.free - rank.begin for rank in ranks))
+    begins = [rank.begin if job.steps_overlap else 0.0 for rank in ranks]
+    took = [rank.free - begin for rank, begin in zip(ranks, begins, strict=True)]
+    return Listed(made, max(took))
 
 
 @dataclass
 class _Rank:
-    """One rank's state at a time: what it has done and what has arrived."""
+    """One rank's state at a time: what it has done and what has arrived.
+
+    idle: seconds of a step in which it did nothing, so far.
+    """
 
     job: Pipeline
     rule: Rule
     index: int
     begin: float = 0.0
     free: float = 0.0
+    idle: float = 0.0
     last: Kind = Kind.W
     held: int = 0
     actions: list[tuple[int, Kind, int]] = field(default_factory=list)
@@ -116,13 +128,13 @@ class _Rank:
     def __post_init__(self) -> None:
         job = self.job
         self.stages = [s for s, r in enumerate(job.placement) if r == self.index]
-        self.done = {(k, s): 0 for k in (Kind.F, Kind.I, Kind.W) for s in self.stages}
+        self.done = {k: dict.fromkeys(self.stages, 0) for k in (Kind.F, Kind.I, Kind.W)}
         # When the operands of the next F and I can be used, in microbatch order.
-        self.arrivals: dict[tuple[Kind, int], list[float]] = {
-            (k, s): [] for k in (Kind.F, Kind.I) for s in self.stages
+        self.arrivals: dict[Kind, dict[int, list[float]]] = {
+            k: {s: [] for s in self.stages} for k in (Kind.F, Kind.I)
         }
         if self.stages[0] == 0:
-            self.arrivals[Kind.F, 0] = [0.0] * job.microbatches
+            self.arrivals[Kind.F][0] = [0.0] * job.microbatches
         stages = len(job.placement)
         self.ahead = {
             s: min(self.rule.ahead * (stages - s), job.microbatches)
@@ -131,10 +143,18 @@ class _Rank:
         self.each = {s: job.footprints[s].each for s in self.stages}
         self.late = {s: job.footprints[s].weight_residuals for s in self.stages}
         self.whole = sum(self.each.values())
+        # What the later stages need for one microbatch stays free, or else those in
+        # flight might never reach their backward.
+        self.needed = {
+            s: sum(self.each[t] for t in self.stages if t >= s) for s in self.stages
+        }
         # Beside what waits, the most that any action needs while it runs.
         most = max(job.footprints[s].working for s in self.stages)
         step = sum(job.footprints[s].step for s in self.stages)
         self.budget = job.limits[self.index] - most - step
+        took = (job.seconds[s] for s in self.stages)
+        each = sum(t.forward + t.input_half + t.weight_half for t in took)
+        self.work = job.microbatches * each
 
     def choose(self, now: float) -> tuple[Kind, int] | None:
         """What to begin now; None: wait for something to arrive."""
@@ -142,67 +162,75 @@ class _Rank:
         late = self.rule.first == "forward" or turn  # backwards come after forwards
         if not late and (stage := self._deepest(Kind.I, now)) is not None:
             return Kind.I, stage
-        weight = self._weight_half(now)
-        if weight is not None and self._overdue(weight):
+        weight = self._weight_half()
+        if weight is not None and self._overdue(weight) and self._has_time(weight, now):
             return Kind.W, weight
         if (stage := self._deepest(Kind.F, now)) is not None:
             return Kind.F, stage
         if late and (stage := self._deepest(Kind.I, now)) is not None:
             return Kind.I, stage
-        return None if weight is None else (Kind.W, weight)
-
-    def _weight_half(self, now: float) -> int | None:
-        """The stage of one that waits, if there is time for it."""
-        for stage in self.stages:
-            if self.done[Kind.W, stage] < self.done[Kind.I, stage]:
-                needed = self.rule.patience * self.job.seconds[stage].weight_half
-                return stage if now + needed <= self.next_arrival(now) else None
+        if weight is not None and self._has_time(weight, now):
+            return Kind.W, weight
         return None
+
+    def _weight_half(self) -> int | None:
+        """The stage of one that waits."""
+        halves, done = self.done[Kind.I], self.done[Kind.W]
+        for stage in self.stages:
+            if done[stage] < halves[stage]:
+                return stage
+        return None
+
+    def _has_time(self, stage: int, now: float) -> bool:
+        """Whether so much of the stage's weight half as is asked for can be done before
+        something arrives."""
+        needed = self.rule.patience * self.job.seconds[stage].weight_half
+        return not needed or now + needed <= self.next_arrival(now)
 
     def _overdue(self, stage: int) -> bool:
         """Whether too many wait, while there are forwards to come."""
-        waiting = self.done[Kind.I, stage] - self.done[Kind.W, stage]
-        more = self.done[Kind.F, stage] < self.job.microbatches
+        waiting = self.done[Kind.I][stage] - self.done[Kind.W][stage]
+        more = self.done[Kind.F][stage] < self.job.microbatches
         return more and waiting > self.rule.late * stage
 
     def _deepest(self, kind: Kind, now: float) -> int | None:
         """Returns the stage nearest to the loss of those that could begin it."""
+        finished, arrivals = self.done[kind], self.arrivals[kind]
         for stage in reversed(self.stages):
-            done, arrived = self.done[kind, stage], self.arrivals[kind, stage]
+            done, arrived = finished[stage], arrivals[stage]
             there = done < len(arrived) and arrived[done] <= now
             if there and (kind is Kind.I or self._may_begin(stage)):
                 return stage
         return None
 
     def _may_begin(self, stage: int) -> bool:
-        """Whether there is room for one more forward.
-
-        What the rank's later stages need for one microbatch stays free, or else those
-        in flight might never reach their backward.
-        """
-        waiting = self.done[Kind.F, stage] - self.done[Kind.I, stage]
+        """Whether there is room for one more forward."""
+        waiting = self.done[Kind.F][stage] - self.done[Kind.I][stage]
         if waiting >= self.ahead[stage]:
             return False
-        later = sum(self.each[s] for s in self.stages if s > stage)
-        return self.held + self.each[stage] + later <= self.budget
+        return self.held + self.needed[stage] <= self.budget
 
     def next_arrival(self, now: float) -> float:
         """When something that could be begun then is known to arrive."""
         first = math.inf
-        for (kind, stage), arrived in self.arrivals.items():
-            done = self.done[kind, stage]
-            if done == len(arrived) or arrived[done] <= now:
-                continue
-            if kind is Kind.I or self._may_begin(stage):
-                first = min(first, arrived[done])
+        for kind, arrivals in self.arrivals.items():
+            finished = self.done[kind]
+            for stage, arrived in arrivals.items():
+                done = finished[stage]
+                if done == len(arrived) or not now < arrived[done] < first:
+                    continue
+                if kind is Kind.I or self._may_begin(stage):
+                    first = arrived[done]
         return first
 
     def run(self, kind: Kind, stage: int, now: float) -> list[tuple[float, int, Kind]]:
         """Do it; what it makes arrive: (when, at which stage, operand of what)."""
         job, seconds = self.job, self.job.seconds[stage]
         self.begin = self.begin if self.actions else now
-        self.actions.append((stage, kind, self.done[kind, stage]))
-        self.done[kind, stage] += 1
+        if self.actions or not job.steps_overlap:
+            self.idle += now - self.free
+        self.actions.append((stage, kind, self.done[kind][stage]))
+        self.done[kind][stage] += 1
         if kind is Kind.W:
             self.free = now + seconds.weight_half
             self.held -= self.late[stage]

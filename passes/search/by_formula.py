@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 from ..mesh import Mesh
 from ..price.account import Account, once_a_rank, rank_memory
@@ -39,16 +40,28 @@ class Timed:
 Timer = Callable[[Candidate], Timed]
 
 
+class Way(NamedTuple):
+    """All that prices of layers depend on, see `passes.price.price_layers.Prices`.
+    mesh: the axes that a layer is compiled for."""
+
+    mesh: Mesh
+    recompute: str
+    halves: bool
+    samples: int
+    shares: bool
+    context_parallel: str
+
+
+def way_of(candidate: Candidate) -> Way:
+    """How a candidate's layers are split and run."""
+    c = candidate
+    mesh, shares = layer_mesh(c.mesh), c.zero > 0
+    return Way(mesh, c.recompute, c.halves, c.samples, shares, c.context_parallel)
+
+
 def prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
     """Returns seconds and bytes of a candidate's layers."""
-    return prices(
-        layer_mesh(candidate.mesh),
-        candidate.recompute,
-        candidate.halves,
-        candidate.samples,
-        candidate.zero > 0,
-        candidate.context_parallel,
-    )
+    return prices(*way_of(candidate))
 
 
 @cache
@@ -107,6 +120,14 @@ def least_bytes(
     states, step = timed(candidate).resting(whole)
     average = (states + step + (flying + in_flight(candidate) * each) / v) / ranks
     return 0.97 * max(average, most / v)
+
+
+def least_states(
+    candidate: Candidate, runs: int, costs: LayerPrices, timed: Timer
+) -> float:
+    """The part of `least_bytes` that only the mesh and the stage of ZeRO decide."""
+    states, _ = timed(candidate).resting(costs.stage(True, runs, True))
+    return 0.97 * states / candidate.mesh.pipeline_ranks
 
 
 def rough(

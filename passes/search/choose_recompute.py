@@ -144,7 +144,7 @@ class _Search:
             choice |= self.solve_rank(schedule, rank, rest)
         locals_ = [self.local(stage, choice) for stage in self.stages]
         seconds = [took.halves for took in self.timed(self.accounts(locals_))]
-        return on_paper(schedule, seconds, 0.0).total, choice
+        return on_paper(schedule, seconds, 0.0).seconds, choice
 
     def solve_rank(self, schedule: Schedule, rank: int, rest: RankMemory) -> Choice:
         """The choice for the layers of one rank's stages. rest: what stays there."""

@@ -25,12 +25,15 @@ from ..price.estimate import Estimate, estimate, estimate_within
 from ..price.price_layers import LayerPrices, Prices
 from ..schedule.make_schedule import USUAL_SCHEDULE
 from ..search.by_formula import (
+    Way,
     layer_mesh,
     least_bytes,
     least_seconds,
+    least_states,
     make_timer,
     prices_of,
     rough,
+    way_of,
 )
 from ..search.candidates import ALIKE, Space, candidates
 from ..search.recompute_whole import with_whole_layers
@@ -138,14 +141,17 @@ class Ranked:
         self._slow: list[tuple[int, Candidate]] = []
         self._fastest: list[float] = []  # seconds of those that fit
         self._sure: float = SURE
-        self._priced: defaultdict[object, list[Mesh]] = defaultdict(list)
+        self._priced: defaultdict[object, dict[Mesh, None]] = defaultdict(dict)
         self._nearest: dict[object, tuple[int, Mesh] | None] = {}
         self._too_slow: set[object] = set()
+        self._too_large: set[tuple[Mesh, int]] = set()  # whatever else is decided
 
     def add(self, number: int, candidate: Candidate) -> None:
         again = candidate.recompute != "none"
         if again and replace(candidate, recompute="none") in self._roomy:
             self.needless += 1
+        elif (candidate.mesh, candidate.zero) in self._too_large:
+            self._hopeless.append((number, candidate))
         elif self._is_slow(candidate):
             self._slow.append((number, candidate))
         elif self._is_hopeless(candidate):
@@ -191,37 +197,41 @@ class Ranked:
             del self._fastest[TRIED:]
 
     def _is_slow(self, candidate: Candidate) -> bool:
-        if len(self._fastest) < self._sure or self._is_priced(candidate):
+        c, way = candidate, way_of(candidate)
+        if len(self._fastest) < self._sure or self._is_priced(way):
             return False
-        slowest = self._fastest[int(self._sure) - 1]
-        c = candidate
         alike = self._sure, c.mesh, c.samples, c.recompute, c.zero  # in any schedule
-        if alike not in self._too_slow and any(
-            least_seconds(c, self.space.runs, costs, self.timed) > slowest * parts
-            for policy in sorted({"none", c.recompute})
-            for costs, parts in self._known(_whole(replace(c, recompute=policy)))
-        ):
-            self._too_slow.add(alike)
-        return alike in self._too_slow
+        if alike in self._too_slow:
+            return True
+        slowest, of = self._fastest[int(self._sure) - 1], way._replace(halves=False)
+        for policy in dict.fromkeys(("none", c.recompute)):
+            for costs, parts in self._known(of._replace(recompute=policy)):
+                least = least_seconds(c, self.space.runs, costs, self.timed)
+                if least > slowest * parts:
+                    self._too_slow.add(alike)
+                    return True
+        return False
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         """Whether a rank takes more memory than there is, by the least."""
-        c = candidate
-        if not self._is_priced(c):
+        c, way = candidate, way_of(candidate)
+        if not self._is_priced(way):
             # Not priced if it takes too much with one sample, backwards whole or shares
             # of weights; or by what is known of fewer ranks, of which it has a part.
-            one, shares = replace(c, samples=1), max(1, c.zero)
-            if any(
-                self._overflows(c, costs, parts, working=not whole)
-                for zero in sorted({c.zero, shares})
-                for whole in (False, True)
-                for of in (one, c)
-                for costs, parts in self._known(_whole(of, whole, zero))
-            ):
-                return True
+            one = way._replace(samples=1)
+            for of in {one: 0, way: 0}:
+                for halves in {way.halves, False}:
+                    working = halves == way.halves
+                    for shares in {way.shares, True}:
+                        less = of._replace(halves=halves, shares=shares)
+                        if any(
+                            self._overflows(c, costs, parts, working)
+                            for costs, parts in self._known(less)
+                        ):
+                            return True
             if c.samples > 1 and self._overflows(c, self._price(one)):
                 return True
-        return self._overflows(c, self._price(c))
+        return self._overflows(c, self._price(way))
 
     def _overflows(
         self,
@@ -231,32 +241,34 @@ class Ranked:
         working: bool = True,
     ) -> bool:
         runs = self.space.runs
-        least = least_bytes(candidate, runs, costs, self.timed, working)
-        return least > self.limit * parts
+        limit = self.limit * parts
+        if least_bytes(candidate, runs, costs, self.timed, working) <= limit:
+            return False
+        if least_states(candidate, runs, costs, self.timed) > limit:
+            self._too_large.add((candidate.mesh, candidate.zero))
+        return True
 
-    def _price(self, candidate: Candidate) -> LayerPrices:
-        priced, mesh = self._priced[_how(candidate)], layer_mesh(candidate.mesh)
-        if mesh not in priced:
-            priced.append(mesh)
+    def _price(self, way: Way) -> LayerPrices:
+        if not self._is_priced(way):
+            self._priced[_kind(way)][way.mesh] = None
             self._nearest.clear()
-        return prices_of(candidate, self.prices)
+        return self.prices(*way)
 
-    def _is_priced(self, candidate: Candidate) -> bool:
-        return layer_mesh(candidate.mesh) in self._priced[_how(candidate)]
+    def _is_priced(self, way: Way) -> bool:
+        return way.mesh in self._priced[_kind(way)]
 
-    def _known(self, candidate: Candidate) -> Iterator[tuple[LayerPrices, int]]:
-        """Yields prices of the candidate's layers, or else of the same split over the
-        most of fewer ranks, if any are known; and into how many parts it splits what
-        one of these has."""
-        key = _how(candidate), layer_mesh(candidate.mesh)
+    def _known(self, way: Way) -> Iterator[tuple[LayerPrices, int]]:
+        """Yields prices of layers, or else of the same split over the most of fewer
+        ranks, if any are known; and into how many parts the way splits what one of
+        these has."""
+        key = kind, mesh = _kind(way), way.mesh
         if key not in self._nearest:
-            how, mesh = key
-            known = [(parts_of(mesh, fewer), fewer) for fewer in self._priced[how]]
+            known = [(parts_of(mesh, fewer), fewer) for fewer in self._priced[kind]]
             fitting = [(n, fewer) for n, fewer in known if n]
             self._nearest[key] = min(fitting, key=lambda pair: pair[0], default=None)
         if nearest := self._nearest[key]:
             parts, mesh = nearest
-            yield prices_of(replace(candidate, mesh=mesh), self.prices), parts
+            yield self.prices(mesh, *way[1:]), parts
 
 
 def parts_of(mesh: Mesh, fewer: Mesh) -> int:
@@ -272,17 +284,9 @@ def parts_of(mesh: Mesh, fewer: Mesh) -> int:
     return prod(n for n, _ in ratios.values())
 
 
-def _whole(candidate: Candidate, whole: bool = True, zero: int = -1) -> Candidate:
-    """The candidate with backwards whole, and another stage of ZeRO from 0 on."""
-    schedule = USUAL_SCHEDULE if whole else candidate.schedule
-    zero = candidate.zero if zero < 0 else zero
-    return replace(candidate, schedule=schedule, zero=zero)
-
-
-def _how(candidate: Candidate) -> tuple[object, ...]:
+def _kind(way: Way) -> tuple[object, ...]:
     """What tells prices of layers on a mesh apart that each take long to find."""
-    c = candidate
-    return c.recompute, c.halves, c.samples > 1, c.zero > 0, c.context_parallel
+    return (*way[1:3], way.samples > 1, *way[4:])
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
