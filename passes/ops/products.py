@@ -93,6 +93,16 @@ def of_filters(node: Node) -> int:
     return 2 * each.numel * prod(weight.shape[1:])
 
 
+def of_last_filters(node: Node) -> int:
+    """The same of filters [k, c, o]."""
+    return 2 * node.out.numel * prod(node.arg("weight").shape[:2])
+
+
+def of_vectors(node: Node) -> int:
+    """Each element of the result sums over a dim."""
+    return 2 * node.out.numel * node.operands[0].shape[node.arg("dim")]
+
+
 def contracted(node: Node) -> int:
     """Each letter is of two of these three: of both factors, or of one and the result.
     What a product is added to does not count."""
@@ -201,18 +211,40 @@ def _filter_each(node: Node) -> Node:
     return node.with_args(groups=x.shape[1]) if alone else node
 
 
-def _counted(
-    autocast: Autocast, flops: Callable[[Node], int], heeds: str = "", **examples: str
-) -> tuple[Op, ...]:
-    """Products of which no more is known than how much they compute."""
-    return tuple(
-        Op(f"aten.{n}", heeds, examples=x, flops=flops, autocast=autocast)
-        for n, x in examples.items()
-    )
-
-
 # With a stride of 2, transposed, in one group.
 SPREAD = "x(a, b, d), x(b, c, 2), None, (2,), (0,), (1,), True, (0,), 1"
+HEEDED = {"mv": "self vec", "dot": "self tensor"}
+# Products of which no more is known than how much they compute, see `Op`.
+COUNTED: dict[str, tuple[Autocast, Callable[[Node], int], str]] = {
+    "mv": ("low", by_columns, "default(x(a, b), x(b))"),
+    "dot": ("equal", by_columns, "default(x(a), x(a))"),
+    "vdot": ("equal", by_columns, "default(x(a), x(a))"),
+    "inner": ("equal", by_columns, "default(x(a, b, c), x(d, c))"),
+    "tensordot": ("equal", contracted, "default(x(a, b), x(c, b, a), (0, 1), (2, 1))"),
+    "addr": ("low", contracted, "default(x(a, b), x(a), x(b))"),
+    "addmv": ("low", contracted, "default(x(a), x(a, b), x(b))"),
+    "addbmm": ("low", contracted, "default(x(b, d), x(a, b, c), x(a, c, d))"),
+    "chain_matmul": ("low", of_chain, "default((x(d, b), x(b, a), x(a, c)))"),
+    "linalg_multi_dot": ("low", of_chain, "default((x(b), x(b, a), x(a, d), x(d, c)))"),
+    "linalg_vecdot": ("low", of_vectors, "default(x(a, b), x(a, b), dim=0)"),
+    "bilinear": ("equal", of_filters, "default(x(a, b), x(a, c), x(d, b, c))"),
+    "conv2d": (
+        "low",
+        of_filters,
+        "padding(x(a, 2 * b, d, d), x(2 * c, b, 2, 1), groups=2)",
+    ),
+    "conv3d": ("low", of_filters, "default(x(a, b, d, d, d), x(c, b, 2, 1, 2), x(c))"),
+    "conv_transpose1d": ("low", of_filters, "default(x(a, b, d), x(b, c, 2))"),
+    "conv_transpose2d": ("low", of_filters, "input(x(a, b, d, d), x(b, c, 2, 1))"),
+    "conv_transpose3d": (
+        "low",
+        of_filters,
+        "input(x(a, b, d, d, d), x(b, c, 2, 1, 2))",
+    ),
+    "convolution": ("low", of_filters, f"default({SPREAD})"),
+    "_convolution": ("low", of_filters, f"deprecated({SPREAD}, False, False, True)"),
+    "conv_tbc": ("low", of_last_filters, "default(x(d, a, b), x(3, b, c), x(c), 1)"),
+}
 
 OPS = (
     Op(
@@ -294,8 +326,6 @@ OPS = (
         finite="kept",
         autocast="low",
     ),
-    *_counted("low", by_columns, "self vec", mv="default(x(a, b), x(b))"),
-    *_counted("equal", by_columns, "self tensor", dot="default(x(a), x(a))"),
     Op(
         "aten.einsum",
         "equation tensors path",
@@ -327,47 +357,9 @@ OPS = (
         finite="kept",
         autocast="low",
     ),
-    *_counted(
-        "low",
-        contracted,
-        addmv="default(x(a), x(a, b), x(b))",
-        addr="default(x(a, b), x(a), x(b))",
-        addbmm="default(x(b, d), x(a, b, c), x(a, c, d))",
-    ),
-    *_counted(
-        "equal",
-        contracted,
-        inner="default(x(a, b, c), x(d, c))",
-        tensordot="default(x(a, b, c), x(c, d, a), (0, 2), (2, 0))",
-        vdot="default(x(a), x(a))",
-    ),
-    *_counted(
-        "low",
-        of_chain,
-        chain_matmul="default((x(d, b), x(b, a), x(a, c)))",
-        linalg_multi_dot="default((x(b), x(b, a), x(a, d), x(d, c)))",
-    ),
-    *_counted(
-        "low",
-        of_filters,
-        conv2d="padding(x(a, 2 * b, d, d), x(2 * c, b, 2, 1), groups=2)",
-        conv3d="default(x(a, b, d, d, d), x(c, b, 2, 1, 2), x(c), padding=(1, 1, 1))",
-        conv_transpose1d="default(x(a, 2 * b, d), x(2 * b, c, 2), groups=2)",
-        conv_transpose2d="input(x(a, b, d, d), x(b, c, 2, 1), x(c), (1, 2))",
-        conv_transpose3d="input(x(a, b, d, d, d), x(b, c, 2, 1, 2))",
-        convolution=f"default({SPREAD})",
-        _convolution=f"default({SPREAD}, False, False, True, True)",
-    ),
-    *_counted("equal", of_filters, bilinear="default(x(a, b), x(a, c), x(d, b, c))"),
-    *_counted(
-        "low",
-        lambda node: 2 * node.out.numel * prod(node.arg("weight").shape[:2]),
-        conv_tbc="default(x(d, a, b), x(3, b, c), x(c), 1)",
-    ),
-    *_counted(
-        "low",
-        lambda node: 2 * node.out.numel * node.arg("x").shape[node.arg("dim")],
-        linalg_vecdot="default(x(a, b), x(a, b), dim=0)",
+    *(
+        Op(f"aten.{n}", HEEDED.get(n, ""), examples=x, flops=flops, autocast=autocast)
+        for n, (autocast, flops, x) in COUNTED.items()
     ),
     *(Op(f"aten.{name}", autocast="equal") for name in ("cross", "linalg_cross")),
     Op("aten.prelu", autocast="low"),
