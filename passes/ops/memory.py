@@ -73,16 +73,10 @@ def is_in_place(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Whether a result may be a view of an operand."""
-    kind = node.name
-    if kind == "aten.to" and node.out.dtype is not node.operands[0].dtype:
+    if node.name == "aten.to" and node.out.dtype is not node.operands[0].dtype:
         return False
-    if (
-        is_view(node)
-        or kind in ("aten.to", "aten.contiguous")
-        or node.op == "comm.shard"
-    ):
-        return True
-    return shows_operand(node.op, written=True)
+    is_part = is_view(node) or node.op == "comm.shard"
+    return is_part or shows_operand(node.op, written=True)
 
 
 def takes_memory(node: Node) -> bool:

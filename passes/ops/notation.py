@@ -17,7 +17,7 @@ A dim of extent 1 broadcasts: it takes part in no letter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -120,6 +120,11 @@ def extent_of(letter: str) -> int | None:
 
 def letters(count: int, start: str = "a") -> list[str]:
     return [chr(ord(start) + i) for i in range(count)]
+
+
+def marked(x: list[str], dims: Collection[int], mark: str = "!") -> list[str]:
+    """The letters of a tensor, with a mark behind those of some dims."""
+    return [f"{c}{mark}" if i in dims else c for i, c in enumerate(x)]
 
 
 def spell(operand: list[str], out: list[str], copies: int = 1) -> str:

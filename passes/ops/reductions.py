@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..graph import Node, Value
 from ..ops.cotangents import Cotangents
-from ..ops.notation import letters, spell
+from ..ops.notation import letters, marked, spell
 from ..ops.op import Op, OutCotangents
 
 
@@ -27,7 +27,7 @@ def reduced(suffix: str) -> Callable[[Node], str]:
     def rule(node: Node) -> str:
         x = letters(len(node.operands[0].shape))
         dims = dims_of(node)
-        operand = [c + suffix if i in dims else c for i, c in enumerate(x)]
+        operand = marked(x, dims, suffix)
         out = [c for i, c in enumerate(x) if i not in dims]
         if len(node.out.shape) == len(x):  # keepdim
             out = ["_" if i in dims else c for i, c in enumerate(x)]
@@ -38,18 +38,14 @@ def reduced(suffix: str) -> Callable[[Node], str]:
 
 def along(node: Node, name: str = "dim") -> str:
     """Ops that work along one dim and keep the shape: softmax, cumsum."""
-    x, dims = letters(len(node.operands[0].shape)), dims_of(node, name)
-    both = [c + "!" if i in dims else c for i, c in enumerate(x)]
+    both = marked(letters(len(node.operands[0].shape)), dims_of(node, name))
     return spell(both, both)
 
 
 def topmost(node: Node) -> str:
     """topk, sort: what comes out along the dim has been all over it."""
-    x = letters(len(node.operands[0].shape))
-    dim = node.arg("dim") % max(1, len(x))
-    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
-    out = [c + "out!" if i == dim else c for i, c in enumerate(x)]
-    return spell(operand, out, len(node.outs))
+    x, dims = letters(len(node.operands[0].shape)), dims_of(node)
+    return spell(marked(x, dims), marked(x, dims, "out!"), len(node.outs))
 
 
 def count_of_topmost(node: Node) -> Node:

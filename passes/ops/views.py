@@ -10,8 +10,9 @@ import torch
 from ..graph import Node, Value, resolve
 from ..ops import extents, parts
 from ..ops.cotangents import Cotangents
-from ..ops.notation import letters, spell
+from ..ops.notation import letters, marked, spell
 from ..ops.op import Op, OutCotangents, to_out
+from ..ops.parts import dim_of
 
 # --- Rules ------------------------------------------------------------------------
 
@@ -33,59 +34,43 @@ def expanded(node: Node) -> str:
 def changed_whole(node: Node) -> str:
     """slice, pad: a dim that grows, shrinks or shifts must be whole."""
     x, y = node.operands[0].shape, node.out.shape
-    pads = node.arg("pad") or ()
-    padded = {len(x) - 1 - i // 2 for i, count in enumerate(pads) if count}
-    operand, out = letters(len(x)), letters(len(x))
-    for i, c in enumerate(letters(len(x))):
-        if x[i] != y[i] or i in padded:
-            operand[i], out[i] = f"{c}!", f"{c}out!"
-    return spell(operand, out)
+    pads, each = node.arg("pad") or (), letters(len(x))
+    whole = {len(x) - 1 - i // 2 for i, count in enumerate(pads) if count}
+    whole.update(i for i in range(len(x)) if x[i] != y[i])
+    return spell(marked(each, whole), marked(each, whole, "out!"))
 
 
 def selected(node: Node) -> str:
     """select, unbind: one dim goes away."""
-    x = letters(len(node.operands[0].shape))
-    dim = node.arg("dim") % len(x)
-    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
-    out = [c for i, c in enumerate(x) if i != dim]
-    return spell(operand, out, len(node.outs))
+    x, dim = letters(len(node.operands[0].shape)), dim_of(node)
+    return spell(marked(x, [dim]), x[:dim] + x[dim + 1 :], len(node.outs))
 
 
 def cut(node: Node) -> str:
     """Equal pieces split the dim into (which piece, position in it)."""
-    x = letters(len(node.operands[0].shape))
-    dim = node.arg("dim") % len(x)
+    x, dim = letters(len(node.operands[0].shape)), dim_of(node)
     sizes = {v.shape[dim] if v else -1 for v in node.outs}
     if len(sizes) > 1:
-        operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
-        outs = []
-        for piece in range(len(node.outs)):
-            out = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
-            outs.append(" ".join(out))
-        return f"{' '.join(operand)} -> {', '.join(outs)}"
-    count = f"pieces={len(node.outs)}!"
-    operand = [f"({count} {c})" if i == dim else c for i, c in enumerate(x)]
-    return spell(operand, x, len(node.outs))
+        outs = [" ".join(marked(x, [dim], f"{i}!")) for i in range(len(node.outs))]
+        return f"{' '.join(marked(x, [dim]))} -> {', '.join(outs)}"
+    pieces = f"(pieces={len(node.outs)}! {x[dim]})"
+    return spell([*x[:dim], pieces, *x[dim + 1 :]], x, len(node.outs))
 
 
 def joined(node: Node) -> str:
     """cat: the dim along which it joins must be whole."""
     x = letters(len(node.out.shape))
-    dim = node.arg("dim") % len(x)
-    operands = []
-    for piece in range(len(node.operands)):
-        one = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
-        operands.append(" ".join(one))
-    out = [f"{c}!" if i == dim else c for i, c in enumerate(x)]
-    return f"{', '.join(operands)} -> {' '.join(out)}"
+    dim, count = dim_of(node, len(x)), len(node.operands)
+    operands = [" ".join(marked(x, [dim], f"{i}!")) for i in range(count)]
+    return f"{', '.join(operands)} -> {' '.join(marked(x, [dim]))}"
 
 
 def stacked(node: Node) -> str:
     out = letters(len(node.out.shape))
-    dim = node.arg("dim") % len(out)
-    operand = " ".join(c for i, c in enumerate(out) if i != dim)
-    out[dim] += "!"
-    return f"{', '.join([operand] * len(node.operands))} -> {' '.join(out)}"
+    dim = dim_of(node, len(out))
+    operand = " ".join(out[:dim] + out[dim + 1 :])
+    operands = [operand] * len(node.operands)
+    return f"{', '.join(operands)} -> {' '.join(marked(out, [dim]))}"
 
 
 def repeated(node: Node) -> str | None:
@@ -95,10 +80,9 @@ def repeated(node: Node) -> str | None:
     x = letters(len(node.operands[0].shape))
     dim, repeats = node.named("dim repeats")
     if dim is None or not isinstance(repeats, int):
-        return f"{' '.join(c + '!' for c in x)} -> {'z!'}"
+        return f"{' '.join(c + '!' for c in x)} -> z!"
     dim %= len(x)
-    out = [f"({c} times={repeats}!)" if i == dim else c for i, c in enumerate(x)]
-    return spell(x, out)
+    return spell(x, [*x[:dim], f"({x[dim]} times={repeats}!)", *x[dim + 1 :]])
 
 
 # --- Sizes ------------------------------------------------------------------------
