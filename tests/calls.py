@@ -215,6 +215,7 @@ PIECES: dict[str, Call] = {
     "add number": lambda g: aten.add.Scalar(g.x, 2, 3) * g.y,
     "sum and number": lambda g: aten.add.Scalar(g.x.sum(), 2, 3) * 1.0,
     "mul": lambda g: g.x * 3.0,
+    "floor_divide": lambda g: torch.floor_divide(g.ids, 3)[..., None] * g.x,
     "where": lambda g: torch.where(g.mask[..., None], g.x, 2.0) * g.y,
     "logic": lambda g: g.x * ((g.mask & True) | g.mask ^ (g.ids > 3))[..., None],
     "not a number": lambda g: (

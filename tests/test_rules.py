@@ -40,7 +40,7 @@ UNARY = (
 )
 BINARY = (
     "add.Tensor sub.Tensor mul.Tensor div.Tensor eq.Tensor ne.Tensor lt.Tensor "
-    "ge.Tensor remainder.Tensor atan2.default maximum.default"
+    "ge.Tensor remainder.Tensor atan2.default maximum.default floor_divide.default"
 )
 LOGICAL = "__and__.Tensor __or__.Tensor __xor__.Tensor bitwise_and.Tensor"
 

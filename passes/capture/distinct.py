@@ -11,6 +11,7 @@ import torch
 from ..graph import Node, Value
 from ..ops.op import op_of
 from ..ops.reductions import topmost
+from ..ops.rules import equation
 
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 WIDE = (torch.int16, torch.int32, torch.int64)
@@ -65,18 +66,11 @@ def _compared(node: Node, v: Value, made: Mapping[str, Node]) -> set[int]:
 
 def _after(node: Node, dim: int) -> int:
     """Where a dim of its operand is in what a view shows; -1 if it is no dim of it."""
-    old, rank = node.operands[0].shape, len(node.outs[0].shape if node.outs[0] else ())
     if op_of(node).view == "shape":
-        return dim_after(old, node.out.shape, dim)
-    if node.name in ("aten.select", "aten.unbind"):
-        gone = node.arg("dim") % len(old)
-        return -1 if dim == gone else dim - (dim > gone)
-    if node.name == "aten.permute":
-        return [d % rank for d in node.arg("dims")].index(dim)
-    if node.name == "aten.transpose":
-        a, b = node.arg("dim0") % rank, node.arg("dim1") % rank
-        return {a: b, b: a}.get(dim, dim)
-    return -1
+        return dim_after(node.operands[0].shape, node.out.shape, dim)
+    rule = equation(node) if op_of(node).view in ("order", "part") else None
+    letters = rule and rule.operands[0][dim]
+    return rule.outs[0].index(letters) if rule and letters in rule.outs[0] else -1
 
 
 def dim_after(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int:

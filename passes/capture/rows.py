@@ -50,7 +50,7 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
             return None
         kept = len(out.shape) == len(x.shape)
         return rows.dim - sum(not kept and d < rows.dim for d in gone)
-    if is_pointwise(node) or node.name == "aten.floor_divide":
+    if is_pointwise(node):
         (back, *more) = set(row_dims.values())
         others = [v for v in node.operands if v.name not in row_dims]
         if more or any(len(v.shape) >= -back and v.shape[back] != 1 for v in others):
