@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..capture.decompose_losses import MEAN, REDUCED_RULES, SUM
 from ..capture.rewrite import Rewriter, Rule
 from ..graph import Node, Value
-from ..ops.arguments import arguments
+from ..ops.arguments import arguments, call
+from ..ops.op import OPS
 
 PICK = "autopar.pick"
+NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 
 
 def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
@@ -194,6 +195,22 @@ def _reduce(rewriter: Rewriter, nll: Value, bound: dict[str, Any]) -> Value:
     return emit("aten.div.Tensor", total, count, name="loss")
 
 
+def reduced(rewriter: Rewriter, node: Node) -> Value | None:
+    """Replaces a loss's sum or mean by that of its unreduced form: a sum may stay
+    pending over ranks and microbatches, and its number of terms is known."""
+    bound = arguments(node)
+    reduction = bound["reduction"]
+    if reduction not in (MEAN, SUM):
+        return None
+    args, kwargs = call(node.op, {**bound, "reduction": NONE})
+    loss = rewriter.emit(node.op, *args, **kwargs)
+    total = rewriter.emit("aten.sum.default", loss, name="total")
+    if reduction == SUM:
+        return total
+    share = 1.0 / max(1, loss.numel)
+    return rewriter.emit("aten.mul.Tensor", total, share, name="loss")
+
+
 LOSS_RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss": cross_entropy,
     "aten.logsumexp": logsumexp,
@@ -201,5 +218,10 @@ LOSS_RULES: dict[str, Rule] = {
     "aten.gather": gather,
     "aten.nll_loss_nd": nll_loss,
     "aten.nll_loss": nll_loss,
-    **REDUCED_RULES,
+    # The mean of others is that of their elements.
+    **{
+        name: reduced
+        for name, op in OPS.items()
+        if name.startswith("aten.") and "reduction" in op.heeds and not op.labels
+    },
 }

@@ -42,11 +42,8 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
         return rows.dim if rows and out.shape == x.shape else None
     row_dims = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
     if "keepdim" in parameters(node.op):  # it goes along dims, and leaves these out
-        if (
-            rows is None
-            or node.arg("dim") is None
-            or rows.dim in (gone := dims_of(node))
-        ):
+        gone = dims_of(node)
+        if rows is None or rows.dim in gone:
             return None
         kept = len(out.shape) == len(x.shape)
         return rows.dim - sum(not kept and d < rows.dim for d in gone)

@@ -8,6 +8,7 @@ what one weight makes and the next sums away is `ffn`, what pairs weights with t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..atoms import Atoms
 from ..dims.origins import Origin
@@ -34,19 +35,15 @@ def _sums_last(node: Node) -> bool:
     return list(rule.operands[0][-1]) == summed
 
 
+@dataclass
 class _Names:
     """Atom -> name; see `choose_names`."""
 
-    def __init__(
-        self,
-        atoms: Atoms,
-        tensors: dict[str, list[list[int]]],
-        graph: Graph,
-        origins: Mapping[str, Origin],
-    ) -> None:
-        self.atoms, self.tensors = atoms, tensors
-        self.graph, self.origins = graph, origins
-        self.names: dict[int, str] = {}
+    atoms: Atoms
+    tensors: dict[str, list[list[int]]]
+    graph: Graph
+    origins: Mapping[str, Origin]
+    names: dict[int, str] = field(default_factory=dict)
 
     def give(self, value: Value, dim: int, *names: str) -> None:
         """Name the factors of a tensor dim; the first name that a factor gets stays."""

@@ -110,6 +110,7 @@ class Candidates:
         yield from (n for n in range(least, least + 8 * self.unit + 9) if n in self)
 
 
+@dataclass
 class _Solver:
     """Depth-first over the sizes, ascending; sums with one unknown decide it.
 
@@ -117,16 +118,12 @@ class _Solver:
     other size has become, and last what one has: few sizes become equal, not all.
     """
 
-    def __init__(
-        self,
-        sizes: list[int],
-        sums: Sequence[Sum],
-        allowed: Mapping[int, Candidates],
-        products: Mapping[Product, Candidates],
-        ordered: bool,
-    ) -> None:
-        self.sizes, self.sums, self.allowed = sizes, sums, allowed
-        self.products, self.ordered, self.tries = products, ordered, 0
+    sizes: list[int]
+    sums: Sequence[Sum]
+    allowed: Mapping[int, Candidates]
+    products: Mapping[Product, Candidates]
+    ordered: bool
+    tries: int = 0
 
     def solve(self) -> dict[int, int] | None:
         start = {n: n for n in self.sizes if self.allowed[n].fixed}
