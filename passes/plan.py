@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -77,8 +78,7 @@ class PlanError(AutoparError):
     """A plan that cannot be read, or that contradicts itself."""
 
 
-@dataclass(frozen=True)
-class Preference:
+class Preference(NamedTuple):
     """A dim that is to be split. only: in ops of this name, or by the
     alternative of this one (`passes.shard.alternatives`); empty: wherever it flows."""
 

@@ -120,9 +120,8 @@ class OpShardingCosts:
         )
         if choice.varying:
             return Need(V, flows=flows)
-        return replace(
-            needed_state(node, which, self.axis, choice.op_sharding), flows=flows
-        )
+        need = needed_state(node, which, self.axis, choice.op_sharding)
+        return need._replace(flows=flows)
 
     # --- seconds of ops ---------------------------------------------------------------
 

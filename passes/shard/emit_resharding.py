@@ -5,7 +5,6 @@ A factor of a dim is moved as a dim of its own, with views around the collective
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ..builder import Builder
@@ -109,7 +108,7 @@ class ReshardEmitter:
             index.update({(d, i): len(apart_dims) + i for i in range(len(factors))})
             apart_dims += [(x,) for x in factors] or [()]
             apart_slots += [(x,) for x in slots] or [()]
-        lying = replace(have, slots=tuple(apart_slots))
+        lying = have._replace(slots=tuple(apart_slots))
         apart = self.reshape(v, tuple(apart_dims), lying, where)
         out = lying.without_split(axis)
         out = out.with_split((index[wanted], 0), axis, self.order)
@@ -132,13 +131,13 @@ class ReshardEmitter:
             *((s,) for s in have.slots[d]),
             *have.slots[d + 1 :],
         )
-        apart = self.reshape(v, apart_dims, replace(have, slots=apart_slots), where)
+        apart = self.reshape(v, apart_dims, have._replace(slots=apart_slots), where)
         moved = collective(apart, d + i)
         done = self.shardings[moved.name]
         count = len(dims[d])
         joined = tuple(s[0] for s in done.slots[d : d + count])
         slots = (*done.slots[:d], joined, *done.slots[d + count :])
-        return self.reshape(moved, dims, replace(done, slots=slots), where)
+        return self.reshape(moved, dims, done._replace(slots=slots), where)
 
     def reshape(
         self, v: Value, dims: Dims, sharding: Sharding, where: Location

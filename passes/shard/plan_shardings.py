@@ -14,7 +14,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin
@@ -26,8 +28,7 @@ from ..shard.op_sharding import Allowed, OpSharding
 UNNAMED = re.compile(r"d\d+")
 
 
-@dataclass(frozen=True)
-class OpName:
+class OpName(NamedTuple):
     """`blocks.3.mlp:add.1`: the second add of a module."""
 
     module: str
@@ -43,7 +44,12 @@ class OpName:
 
     def in_layer(self, layer: int | str) -> OpName:
         """The op's name in another layer, or in any: `*`."""
-        return OpName(LAYER.sub(str(layer), self.module, count=1), self.op)
+        return OpName(_in_layer(self.module, str(layer)), self.op)
+
+
+@cache
+def _in_layer(module: str, layer: str) -> str:
+    return LAYER.sub(layer, module, count=1)
 
 
 def name_ops(graph: Graph) -> tuple[OpName, ...]:
@@ -53,7 +59,7 @@ def name_ops(graph: Graph) -> tuple[OpName, ...]:
     for node in graph.nodes:
         name = OpName(node.location.module, short(node.op))
         number = count[name]
-        names.append(replace(name, op=f"{name.op}.{number}") if number else name)
+        names.append(name._replace(op=f"{name.op}.{number}") if number else name)
         count[name] += 1
     return tuple(names)
 

@@ -9,6 +9,7 @@ steps, and the search for op shardings adds up their seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 R, V, P, MAX, S = "R", "V", "P", "max", "S"
 State = str | tuple[int, int]
@@ -55,8 +56,7 @@ class Step:
         return sent
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """How an operand must lie. passes: it may come as a pending sum, and stays one;
     joins: it must become one. flows: whether a gradient comes back from this use."""
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from ..dims.name_dims import Dims
 from ..graph_text import name_text, read_name
@@ -32,8 +33,7 @@ class Route:
     experts: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(NamedTuple):
     """slots: for each tensor dim, for each named dim in it, the axes that split it,
     outermost first. pending: (axis, "sum" | "max"). varying: axes in state V. route:
     if rows are not where their samples are, see `passes.shard.routed`."""

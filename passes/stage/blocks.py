@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,7 @@ Runs = Collection[tuple[int, int]]  # of nodes that are a function, from begin t
 Beside = Callable[[Sequence[Node], Runs], Sequence[int]]  # bytes at each of the nodes
 
 
-@dataclass(frozen=True)
-class _Use:
+class _Use(NamedTuple):
     """The nodes at which a parameter or its gradient is used first and last."""
 
     first: int
