@@ -56,6 +56,10 @@ def given(traced: Traced) -> set[tuple[str, str]]:
     }
 
 
+def test_what_is_declared_is_an_op_of_torch() -> None:
+    assert [name for name in HEEDED if not hasattr(aten, name)] == []
+
+
 def test_what_is_treated_specially_says_what_it_heeds() -> None:
     for name in special():
         assert HEEDED[name], f"{name} says nothing"
