@@ -39,6 +39,7 @@ def compile_offline(
     cluster: Cluster | None = None,
     prove: bool = False,
     outputs: Sequence[str] = (),
+    even: bool = True,
 ) -> Program:
     """Compile `model(**batch)` for a plan, in this process alone.
 
@@ -46,7 +47,8 @@ def compile_offline(
     seconds decide, see `compile_program`; None: this machine's, measured once. prove:
     that the program computes what the model does, see `autopar.proof.prove_program`.
     outputs: names of what else the model returns that comes out. Scalars beside the
-    loss do if microbatches can share them out; a note says which do not.
+    loss do if microbatches can share them out; a note says which do not. even: see
+    `compile_program`.
     Raises: AutoparError.
     """
     watch, devices = watch_from_environment(), cluster or this_machine
@@ -54,13 +56,13 @@ def compile_offline(
         cluster.check_holds(plan.mesh)
     traced = capture_model(model, batch, loss_fn, plan.lowering, outputs)
     try:
-        program = compile_program(traced, plan, devices, watch)
+        program = compile_program(traced, plan, devices, watch, even)
     except LossNotSeparable as error:
         if not traced.metrics:
             raise
         left = ", ".join(traced.outputs[: traced.metrics])
         traced = capture_model(model, batch, loss_fn, plan.lowering, outputs, False)
-        program = compile_program(traced, plan, devices, watch)
+        program = compile_program(traced, plan, devices, watch, even)
         note = f"step.metrics is without {left}: {error.message} ({error.source})"
         program = replace(program, remarks=(*program.remarks, note))
     if not prove:

@@ -2,9 +2,9 @@
 returns, or compute what it does in eval mode, with the same weights.
 
 A last batch that is short, or sequences of another length, take a program of their own.
-The same decisions make it, so that parameters are sharded alike. A batch that
-does not divide over the ranks is padded, if the loss can leave out what is more; and so
-is each once there are as many programs as are kept.
+The same decisions make it, so that parameters are sharded alike. A batch that does not
+divide over the ranks is padded to one that was compiled, if the loss can leave out what
+is more; and so is each once there are as many programs as are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from math import gcd, prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from autopar.models.batches import samples_of
 from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program, dtype_name
-from autopar.proof.padding import FIX, Fills, find_fills, pad
+from autopar.proof.padding import Fills, find_fills, pad
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.gradient_buckets import rest_otherwise
@@ -60,7 +60,9 @@ class OtherShapes:
         prove: bool,
     ) -> None:
         self._fixed, self._loss_fn, self._prove = fixed, loss_fn, prove
-        self._executors = {_key(shapes_of(first.program)): first}
+        self._plan, shapes = first.program.plan, shapes_of(first.program)
+        self._samples = samples_of({n: torch.empty(s) for n, s in shapes.items()})
+        self._executors = {_key(shapes): first}
         self._targets: dict[
             Key, Shapes
         ] = {}  # what batches of some shapes are padded to
@@ -179,8 +181,8 @@ class OtherShapes:
         return pad(batch, shapes, self._fills[_padded_dims(now, wanted)])
 
     def _target(self, like: Executor, batch: Mapping[str, Any]) -> Shapes:
-        """The shapes that this batch is computed with: its own, if a program for them
-        can be made, or what it is padded to. Raises: BatchError."""
+        """The shapes that this batch is computed with: its own, or what it is padded
+        to. Raises: BatchError, where it has to be padded and cannot."""
         shapes, ranks = shapes_of(batch), DataRank(like.program.plan, 0).size
         if (known := self._targets.get(_key(shapes))) is not None:
             return known
@@ -188,53 +190,27 @@ class OtherShapes:
         samples = max((shapes[name][0] for name, _ in rows), default=1)
         full = len(self._executors) >= MOST
         # A single sample is computed by all ranks alike.
-        uneven = samples % ranks if samples > 1 else 0
-        if not (uneven or full):
-            return shapes
+        uneven = samples > 1 and samples % ranks
         larger = [
             dict(kept)
             for kept, *_ in self._executors
-            if all(_covers(size, shapes[name]) for name, size in kept)
+            if (full or uneven)
+            and all(_covers(size, shapes[name]) for name, size in kept)
             and (full or _padded_dims(shapes, dict(kept)) <= rows)
         ]
-        target: Shapes = shapes
-        if larger:
-            target = min(larger, key=lambda kept: sum(map(prod, kept.values())))
-        elif uneven and not full:
-            more = ranks - uneven
-            target = {
-                name: (shape[0] + more, *shape[1:]) if (name, 0) in rows else shape
-                for name, shape in shapes.items()
-            }
+        if not larger:
+            return shapes
+        target = min(larger, key=lambda kept: sum(map(prod, kept.values())))
         if target != shapes:
-            if self._find_fills(like.program, batch, target) is None:
-                often = ranks // gcd(samples, ranks)
-                target = {
-                    name: (shape[0] * often, *shape[1:]) if (name, 0) in rows else shape
-                    for name, shape in shapes.items()
-                }
-                self._check_repeated(like.program, shapes, target)
-            self._targets[_key(shapes)] = target
-            LOG.info("batches with %s become %s", _text(shapes), _text(target))
+            try:
+                self._find_fills(like.program, batch, target)
+            except BatchError:
+                if full:
+                    raise
+                target = shapes  # some ranks have a sample more than others
+        self._targets[_key(shapes)] = target
+        LOG.info("batches with %s become %s", _text(shapes), _text(target))
         return target
-
-    def _check_repeated(self, program: Program, shapes: Shapes, target: Shapes) -> None:
-        """Raises BatchError where samples cannot be repeated as often."""
-        known = [dict(kept) for kept, *_ in self._executors]
-        problem = None
-        if program.has_dropout or program.draw:
-            problem = "each copy would have random numbers of its own"
-        elif not any(
-            all(_covers(kept[name], shape) for name, shape in target.items())
-            for kept in known
-        ):
-            problem = f"{_text(target)} is more than a step was compiled for"
-        if problem is not None:
-            raise BatchError(
-                f"the loss is a mean over samples, and so those of {_text(shapes)} "
-                f"would have to be repeated: {problem}",
-                fix=FIX,
-            )
 
     def _find_fills(
         self, program: Program, batch: Mapping[str, Any], target: Shapes
@@ -288,10 +264,17 @@ class OtherShapes:
         outputs: Outputs,
         evaluating: bool,
     ) -> Program:
-        plan, model = for_samples(like.plan, samples_of(values)), self._kept()
+        model, samples = self._kept(), samples_of(values)
+        plan = for_samples(self._plan, samples, self._samples)
         with in_eval_mode(model) if evaluating else nullcontext():
             made = compile_offline(
-                model, values, plan, self._loss_fn, prove=self._prove, outputs=outputs
+                model,
+                values,
+                plan,
+                self._loss_fn,
+                prove=self._prove,
+                outputs=outputs,
+                even=False,
             )
         if evaluating:  # what it does not compute with rests as it did
             own, before = made.parameters, like.parameters
@@ -307,15 +290,19 @@ class OtherShapes:
         return made
 
 
-def for_samples(plan: Plan, samples: int) -> Plan:
-    """The plan with as many of its microbatches as so few samples divide into."""
-    ranks = DataRank(plan, 0).size
-    parts = range(1, plan.microbatches + 1)
-    whole = [m for m in parts if plan.microbatches % m == 0]
-    fitting = max((m for m in whole if samples % (m * ranks) == 0), default=1)
-    if fitting == plan.microbatches:
+def for_samples(plan: Plan, samples: int, usual: int) -> Plan:
+    """The plan with as many of its microbatches as these samples divide into; with
+    others, where a rank would compute more at once than it does of the usual batch.
+    usual: samples of that."""
+    ranks, own = DataRank(plan, 0).size, plan.microbatches
+    if own == 1:
         return plan
-    return replace(plan, microbatches=fitting, order=())
+    whole = [m for m in range(1, samples + 1) if samples % m == 0]
+    most = ceil(usual / (own * ranks))
+    fitting = [m for m in whole if ceil(samples / (m * ranks)) <= most]
+    alike = [m for m in fitting if own % m == 0]
+    parts = max(alike) if alike else min(fitting)
+    return plan if parts == own else replace(plan, microbatches=parts, order=())
 
 
 Key = tuple[tuple[tuple[str, tuple[int, ...]], ...], frozenset[str], bool]

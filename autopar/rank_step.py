@@ -90,9 +90,9 @@ class RankStep(HeldState):
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
 
         The first call of a step that `compile` made compiles, and so does a batch of
-        other shapes; one that does not divide over the ranks is padded, if the loss can
-        leave out what is more. local: the batch has this rank's samples only, see
-        `data_rank`.
+        other shapes; one that does not divide over the ranks is padded to one that was
+        compiled, if the loss can leave out what is more. local: the batch has this
+        rank's samples only, see `data_rank`.
         As with `loss.backward()`, gradients add to what `.grad` holds: call
         `optimizer.zero_grad()` in between.
         Raises: BatchError, if names or types are not those compiled for.

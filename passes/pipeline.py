@@ -37,18 +37,21 @@ def compile_program(
     plan: Plan,
     cluster: Cluster | Callable[[Lowered], Cluster] = PLAIN,
     watch: Watch = lambda name, made: None,
+    even: bool = True,
 ) -> Program:
     """Run every pass after `trace`.
 
     cluster: by whose seconds stages are cut, scheduled and recomputed; or a function
     that measures it for the lowered graph.
     watch: called with each pass's name and what it made, which prints.
+    even: whether to refuse a batch of which some ranks would have more than others.
     """
     check_sources(traced)
     _ = plan.splits_backward  # what cannot run is refused before the work begins
     watch("trace", traced)
     ranges = find_input_ranges(traced.graph)
-    lowered, remarks = lower_few(traced, plan, watch) or lower(traced, plan, watch)
+    args = traced, plan, watch, even
+    lowered, remarks = lower_few(*args) or lower(*args)
     cluster = cluster if isinstance(cluster, Cluster) else cluster(lowered)
     staged = split_stages(lowered, OpCosts(lowered, cluster))
     watch("split_stages", staged)
@@ -61,7 +64,7 @@ def compile_program(
 
 
 def lower_few(
-    traced: Traced, plan: Plan, watch: Watch
+    traced: Traced, plan: Plan, watch: Watch, even: bool = True
 ) -> tuple[Lowered, tuple[str, ...]] | None:
     """What `lower` gives, but each layer that repeats is lowered once; None if that
     cannot be had."""
@@ -70,7 +73,7 @@ def lower_few(
         return None
     watch("few_layers", few.traced)
     try:
-        lowered, remarks = lower(few.traced, plan, watch)
+        lowered, remarks = lower(few.traced, plan, watch, even)
         whole = few.whole(lowered, traced)
     except (AutoparError, NotAlike):
         return None  # what is wrong is said of all layers
@@ -78,7 +81,9 @@ def lower_few(
     return whole, remarks
 
 
-def lower(traced: Traced, plan: Plan, watch: Watch) -> tuple[Lowered, tuple[str, ...]]:
+def lower(
+    traced: Traced, plan: Plan, watch: Watch, even: bool = True
+) -> tuple[Lowered, tuple[str, ...]]:
     """From what the model computes to what all ranks do; and what the user should
     know of it."""
     traced = lower_precision(traced, tables=bool(plan.parameter_axes))
@@ -88,7 +93,7 @@ def lower(traced: Traced, plan: Plan, watch: Watch) -> tuple[Lowered, tuple[str,
     watch("normalize", normal)
     named = name_dims(normal)
     watch("name_dims", named)
-    check_batch(named, plan)
+    check_batch(named, plan, even)
     asked, plan = plan, split_groups(named, plan)
     sharded = propagate(named, plan)
     watch("propagate", sharded)
@@ -117,11 +122,11 @@ def check_sources(traced: Traced) -> None:
             )
 
 
-def check_batch(named: Named, plan: Plan) -> None:
-    """Every rank and every microbatch must get a whole, equal part of the batch."""
+def check_batch(named: Named, plan: Plan, even: bool) -> None:
+    """Every microbatch must get a whole, equal part of the batch; and every rank."""
     parts = plan.microbatches
     for axis in plan.data_axes:
-        if axis != TIME:
+        if axis != TIME and even:
             parts *= plan.size(axis)
     for v in named.graph.inputs:
         first = named.dims[v.name][0] if v.shape else ()

@@ -4,7 +4,7 @@ computes of a longer one, in which the loss leaves out what is more.
 The model is captured for both, with few layers and rows, and both are run on the same
 weights: loss, every gradient, and the scalars beside the loss must be the same. A loss
 of labels, of which some are ignored, passes. One that is a mean over samples, or that
-balances experts over all tokens, does not; but it may with each sample there as often.
+balances experts over all tokens, does not.
 """
 
 from __future__ import annotations
@@ -46,28 +46,24 @@ LITTLE = 1e8  # parameters times elements of a batch, that are run as they are
 
 Dims = Collection[tuple[str, int]]
 """(field, dim) of a batch: which of its dims are padded."""
-LeftOut = Mapping[str, float]
+Fills = Mapping[str, float]
 """Field of a batch -> with what it is padded; other fields repeat their last element.
 """
-Fills = LeftOut | None
-"""None: all samples are repeated, each as often."""
 
 
 def pad(
     batch: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], fills: Fills
 ) -> dict[str, Any]:
-    """A batch whose tensors have these shapes, which are no smaller than theirs; of
-    samples that are repeated, multiples."""
+    """A batch whose tensors have these shapes, which are no smaller than theirs."""
     padded = dict(batch)
     for name, shape in shapes.items():
         for dim, size in enumerate(shape):
             x, own = padded[name], padded[name].shape[dim]
             if size == own:
                 continue
-            places = torch.arange(size, device=x.device)
-            places = places % own if fills is None else places.clamp(max=own - 1)
+            places = torch.arange(size, device=x.device).clamp(max=own - 1)
             padded[name] = x.index_select(dim, places)
-            if fills is not None and name in fills:
+            if name in fills:
                 padded[name].narrow(dim, own, size - own).fill_(fills[name])
     return padded
 
@@ -86,17 +82,14 @@ def find_fills(
     tensors. Raises: BatchError, with the reason, where something would change.
     """
     rows = {(name, 0) for name in fields_of_samples(batch, program.inputs)}
-    # The last is of repeated samples.
-    sizes = (0, 1, ROWS) if set(dims) <= rows else (0, 1)
-    probes = [_probe(batch, dims, rows, more) for more in sizes]
+    probes = [_probe(batch, dims, rows, more) for more in (0, 1)]
     few = find_chosen_layers(model, program)
     with only_layers(model, few.path, few.order):
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
         real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         like = {n: x.detach().cpu() for n, x in real.items() if not x.is_meta}
-    made = [_small(traced, like) for traced in captured]
-    (short, _), (longer, held), *repeated = made
-    if any(traced.graph.params != short.graph.params for traced, _ in made):
+    (short, _), (longer, held) = (_small(traced, like) for traced in captured)
+    if longer.graph.params != short.graph.params:
         raise BatchError("what it computes with depends on the batch's shape", fix=FIX)
     ranges, problem = find_input_ranges(longer.graph), NOTHING_LEFT_OUT
     for fills in _candidates(longer, ranges):
@@ -105,11 +98,6 @@ def find_fills(
             return fills
         names = ", ".join(f"'{name}' of {value:g}" for name, value in fills.items())
         problem = f"with {names} in what is padded, {difference}"
-    for twice, own in repeated:
-        difference = _first_difference(short, twice, ranges, own, None)
-        if difference is None:
-            return None
-        problem += f"; with each sample repeated, {difference}"
     raise BatchError(problem, fix=FIX)
 
 
@@ -153,7 +141,7 @@ def _small(
     return traced, draw_buffers(traced.graph.buffers, like, 0)
 
 
-def _candidates(traced: Traced, ranges: Mapping[str, InputRange]) -> Iterator[LeftOut]:
+def _candidates(traced: Traced, ranges: Mapping[str, InputRange]) -> Iterator[Fills]:
     """What a loss may leave samples out by: all labels, or one mask."""
     labels = {
         name: field.holes[0]

@@ -87,7 +87,8 @@ def make_small(
     axes, sizes = _choose(plan, few, splits, extents)
     shrinker = Shrinker(extents, sizes)
     small = shrinker.graph(traced)
-    made = compile_program(small, shrink_plan(plan, few, axes))
+    own = shrink_plan(plan, few, axes)
+    made = compile_program(small, own, even=False)
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
     with torch.no_grad():
         like = {k: shrinker.tensor(k, x).cpu() for k, x in like.items() if k in held}

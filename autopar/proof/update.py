@@ -66,7 +66,8 @@ def update_whole(
     held = {name: nn.Parameter(w.clone(), False) for name, w in weights.items()}
     for name, gradient in gradients.items():
         held[name].requires_grad_().grad = gradient.clone()
-    typical = root_mean_square(gradients.values())
+    # Where nothing moves, as a contrast of one sample with no other, nothing must.
+    typical = root_mean_square(gradients.values()) or 1.0
     count = sum(g.numel() for g in gradients.values())
     max_norm = CLIPPED * typical * count**0.5
     norm = nn.utils.clip_grad_norm_(held.values(), max_norm)

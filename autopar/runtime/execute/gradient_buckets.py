@@ -214,12 +214,13 @@ class Gradients:
 
 def rest_otherwise(own: Program, before: Program) -> list[str]:
     """The parameters that two programs hold otherwise, or whose gradients are in one
-    buffer of the first and reduced over different ranks by the second."""
+    buffer of the first and reduced over different ranks by the second. What their dims
+    are called tells nothing: the size of a batch may decide that."""
     axes: dict[Any, Any] = {}  # of reductions: before -> now
     differ = []
     for name, was in before.parameters.items():
         now = own.parameters.get(name)
-        if now is None or replace(now, pending=was.pending) != was:
+        if now is None or replace(now, pending=was.pending, dims=was.dims) != was:
             differ.append(name)
         elif was.trainable:
             now_over = own.gradient_axes(now)
