@@ -61,7 +61,9 @@ class OtherShapes:
     ) -> None:
         self._fixed, self._loss_fn, self._prove = fixed, loss_fn, prove
         self._plan, shapes = first.program.plan, shapes_of(first.program)
-        self._samples = samples_of({n: torch.empty(s) for n, s in shapes.items()})
+        self._samples = samples_of(
+            {name: torch.empty(s, device="meta") for name, s in shapes.items()}
+        )
         self._executors = {_key(shapes): first}
         self._targets: dict[
             Key, Shapes
@@ -208,8 +210,9 @@ class OtherShapes:
                 if full:
                     raise
                 target = shapes  # some ranks have a sample more than others
+        if target != shapes:
+            LOG.info("batches with %s become %s", _text(shapes), _text(target))
         self._targets[_key(shapes)] = target
-        LOG.info("batches with %s become %s", _text(shapes), _text(target))
         return target
 
     def _find_fills(

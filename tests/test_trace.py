@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from interpret import loss_of
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_exporting
 
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
@@ -370,70 +369,3 @@ def test_shapes_that_values_decide_are_refused() -> None:
     with pytest.raises(CaptureError, match="reads numbers out of a tensor") as error:
         trace(Pieces(), {"x": torch.tensor([4.0, 5.0])})
     assert error.value.source.startswith("test_trace.py:")
-
-
-class Asks(nn.Module):
-    """Does something else where it is compiled; looks into values where it is not."""
-
-    def __init__(self, looks: bool) -> None:
-        super().__init__()
-        self.up, self.looks = nn.Linear(6, 6), looks
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return self.up(x).square().mean()
-        factor = 2 if self.looks and x.sum().item() > 0 else 3
-        return factor * self.up(x).square().mean()
-
-
-def test_a_model_that_asks_whether_it_is_compiled_is_captured_as_it_runs() -> None:
-    model, x = Asks(looks=False), {"x": torch.ones(4, 6)}
-    torch.testing.assert_close(loss_of(trace(model, x), model, x), model(**x))
-    assert not torch.compiler.is_compiling()
-
-
-class AsksManyWays(nn.Module):
-    """Asks as libraries do, and computes with what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        told = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-        told |= is_compiling() is True
-        told |= is_exporting() == torch.tensor(True).item()
-        return (3 + told) * self.up(x).square().mean()
-
-
-def test_however_a_model_asks_it_is_told_a_bool() -> None:
-    model, x = AsksManyWays(), {"x": torch.ones(4, 6)}
-    torch.testing.assert_close(loss_of(trace(model, x), model, x), model(**x))
-    assert is_compiling() is False and is_exporting() is False
-
-
-class Grouped(nn.Module):
-    """The rows of each expert times its weight, as libraries of mixtures have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(2, 8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = torch.tensor([3, 4], dtype=torch.int32)
-        return F.grouped_mm(x, self.up, offs=ends).square().mean()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_grouped_products_are_captured_in_what_they_run_in(dtype, caplog) -> None:
-    model, x = Grouped().to(dtype), {"x": torch.randn(4, 8, dtype=dtype)}
-    torch.testing.assert_close(loss_of(trace(model, x), model, x), model(**x))
-    assert not [r for r in caplog.records if r.levelname == "ERROR"]
-
-
-def test_where_no_graph_has_what_runs_a_form_for_compilers_is_captured() -> None:
-    model, x = Asks(looks=True), {"x": torch.ones(4, 6)}
-    wanted = model.up(x["x"]).square().mean()
-    traced = trace(model, x)
-    torch.testing.assert_close(loss_of(traced, model, x), wanted)
-    assert traced.remarks[0].startswith("forward is captured as it runs within torch.")

@@ -7,16 +7,19 @@ can be captured; but a user's model runs eagerly, and computes what it computes 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ..capture.user_frames import asked_by_user, at_work
+from ..capture.user_frames import TORCH, asked_by_user, at_work
 
 ASKED = (torch.compiler.is_compiling, torch.compiler.is_exporting)
-FLAG = "_is_compiling_flag"  # of torch.compiler, whose names its functions have
-_is_compiling_flag = False
+TOLD = "_model_is_told"  # beside the names of torch.compiler, as its functions read it
+_model_is_told: object = False
+# Where older names of these functions ask them.
+OLDER = (f"{TORCH}_utils.py", f"{TORCH}_dynamo{os.sep}external_utils.py")
 
 
 class Compiling:
@@ -26,7 +29,7 @@ class Compiling:
         self.told, self.asked = False, ""
 
     def __bool__(self) -> bool:
-        if not asked_by_user():
+        if not asked_by_user(*OLDER):
             return True
         self.asked = self.asked or at_work()
         return self.told
@@ -42,18 +45,18 @@ class Compiling:
     def answers(self) -> Iterator[None]:
         """Within, whoever asks is answered, also by a function imported before."""
         names = vars(torch.compiler)
-        before = names[FLAG], [ask.__code__ for ask in ASKED]
+        before = [ask.__code__ for ask in ASKED]
+        names[TOLD] = self
         try:
-            names[FLAG] = self
             for ask in ASKED:
                 ask.__code__ = _answer.__code__
             yield
         finally:
-            names[FLAG], codes = before
-            for ask, code in zip(ASKED, codes, strict=True):
+            for ask, code in zip(ASKED, before, strict=True):
                 ask.__code__ = code
+            del names[TOLD]
 
 
 def _answer() -> bool:
-    """A bool, with which a caller may do what is done with bools."""
-    return bool(_is_compiling_flag)
+    """A bool, as callers do with it what is done with bools."""
+    return bool(_model_is_told)

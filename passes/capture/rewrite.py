@@ -132,7 +132,8 @@ class Rewriter:
         before = self.producer(x, "aten.transpose")
         if before is not None:
             source, *swapped = before.named("self dim0 dim1")
-            if {d % len(x.shape) for d in swapped} == set(dims):
+            swaps = [{d % len(x.shape) for d in pair} for pair in (swapped, dims)]
+            if swaps[0] == swaps[1]:
                 return source
         return self.emit("aten.transpose.int", x, *dims)
 

@@ -22,11 +22,12 @@ def is_users(file: str) -> bool:
     return not file.startswith((TORCH, OURS, "<"))
 
 
-def asked_by_user() -> bool:
-    """Whether a call that a mode of this project handles is of a user's own code, not
-    of torch's."""
+def asked_by_user(*also: str) -> bool:
+    """Whether a call that this project handles is of a user's own code, not of
+    torch's. also: more files that only hand it on."""
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(HANDS_ON):
+    between = (*HANDS_ON, *also)
+    while frame is not None and frame.f_code.co_filename.startswith(between):
         frame = frame.f_back
     return frame is not None and is_users(frame.f_code.co_filename)
 

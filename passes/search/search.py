@@ -219,16 +219,18 @@ class Ranked:
             # Not priced if it takes too much with one sample, backwards whole or shares
             # of weights; or by what is known of fewer ranks, of which it has a part.
             one = way._replace(samples=1)
-            for of in {one: 0, way: 0}:
-                for halves in {way.halves, False}:
-                    working = halves == way.halves
-                    for shares in {way.shares, True}:
-                        less = of._replace(halves=halves, shares=shares)
-                        if any(
-                            self._overflows(c, costs, parts, working)
-                            for costs, parts in self._known(less)
-                        ):
-                            return True
+            less = dict.fromkeys(
+                of._replace(halves=halves, shares=shares)
+                for of in (one, way)
+                for halves in (way.halves, False)
+                for shares in (way.shares, True)
+            )
+            if any(
+                self._overflows(c, costs, parts, working=of.halves == way.halves)
+                for of in less
+                for costs, parts in self._known(of)
+            ):
+                return True
             if c.samples > 1 and self._overflows(c, self._price(one)):
                 return True
         return self._overflows(c, self._price(way))
@@ -261,14 +263,14 @@ class Ranked:
         """Yields prices of layers, or else of the same split over the most of fewer
         ranks, if any are known; and into how many parts the way splits what one of
         these has."""
-        key = kind, mesh = _kind(way), way.mesh
+        kind, mesh = key = _kind(way), way.mesh
         if key not in self._nearest:
             known = [(parts_of(mesh, fewer), fewer) for fewer in self._priced[kind]]
             fitting = [(n, fewer) for n, fewer in known if n]
             self._nearest[key] = min(fitting, key=lambda pair: pair[0], default=None)
         if nearest := self._nearest[key]:
-            parts, mesh = nearest
-            yield self.prices(mesh, *way[1:]), parts
+            parts, fewer = nearest
+            yield self.prices(*way._replace(mesh=fewer)), parts
 
 
 def parts_of(mesh: Mesh, fewer: Mesh) -> int:
@@ -286,7 +288,8 @@ def parts_of(mesh: Mesh, fewer: Mesh) -> int:
 
 def _kind(way: Way) -> tuple[object, ...]:
     """What tells prices of layers on a mesh apart that each take long to find."""
-    return (*way[1:3], way.samples > 1, *way[4:])
+    several = way.samples > 1
+    return way.recompute, way.halves, several, way.shares, way.context_parallel
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
