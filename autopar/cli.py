@@ -72,6 +72,7 @@ def _named() -> str:
 
 
 def parser() -> Parser:
+    """Builds the parser; a command's arguments are declared when it is named."""
     top = Parser(
         prog="autopar", description="Parallel training of an unmodified PyTorch GPT."
     )

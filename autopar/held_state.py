@@ -109,6 +109,7 @@ class HeldState:
 
     @property
     def executor(self) -> Executor:
+        """The compiled step's executor. Raises AutoparError before it is compiled."""
         if self._executor is None:
             raise AutoparError(
                 "the step is not compiled yet",

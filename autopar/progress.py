@@ -44,6 +44,7 @@ class Progress:
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def change(self, phase: str, done: int, total: int) -> None:
+        """Sets the phase shown, and how much of it is done."""
         self.phase, self.done, self.total = phase, done, total
 
     def text(self) -> str:
@@ -70,6 +71,7 @@ class Progress:
             self.stream.flush()
 
     def clear(self) -> None:
+        """Erases the line."""
         with self.lock:
             if self.length:
                 self.stream.write(f"\r{'':<{self.length}}\r")

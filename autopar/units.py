@@ -23,6 +23,7 @@ def size(n: float) -> str:
 
 
 def seconds(t: float) -> str:
+    """Formats seconds as s, ms or us, to three digits."""
     if t >= 100:
         return f"{t:,.0f} s"
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):

@@ -22,6 +22,7 @@ class Atoms:
         return [len(self.parent) - 1]
 
     def root(self, atom: int) -> int:
+        """Returns the representative of an atom's class, halving the path to it."""
         while self.parent[atom] != atom:
             self.parent[atom] = self.parent[self.parent[atom]]
             atom = self.parent[atom]

@@ -33,6 +33,7 @@ class Builder:
 
     @classmethod
     def beside(cls, sources: Iterable[Value]) -> Builder:
+        """A builder whose values are named unlike the sources."""
         return cls({v.name for v in sources})
 
     def name(self, wanted: str) -> str:
@@ -50,6 +51,7 @@ class Builder:
         return candidate
 
     def value(self, wanted: str, shape: Iterable[int], dtype: torch.dtype) -> Value:
+        """Returns a new value, named as wanted or close to it."""
         return Value(self.name(wanted), tuple(shape), dtype)
 
     def emit(

@@ -83,12 +83,15 @@ class Part:
 
 @cache
 def layer_of(module: str) -> str:
+    """Returns the path of the layer that a module is in, as `h.3`; '' outside
+    layers."""
     match = LAYER.search(module)
     return module[: match.end()] if match else ""
 
 
 @cache
 def without_overload(op: str) -> str:
+    """Drops an op's overload: `aten.add` of `aten.add.Tensor`."""
     return op.rpartition(".")[0] if op.count(".") > 1 else op
 
 

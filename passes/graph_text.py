@@ -60,10 +60,12 @@ class Call(NamedTuple):
 
 
 def name_text(name: str) -> str:
+    """Writes a value's name, in quotes where it is not one word."""
     return f"%{name if ONE_NAME.fullmatch(name) else repr(name)}"
 
 
 def read_name(text: str) -> str:
+    """Reads what `name_text` writes."""
     return ast.literal_eval(text[1:]) if text[1] in "'\"" else text[1:]
 
 
@@ -73,6 +75,7 @@ def type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def read_type(text: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Reads shape and dtype out of `f32[2,3]`."""
     name, _, extents = text[:-1].partition("[")
     shape = tuple(map(int, extents.split(","))) if extents else ()
     known = {text: dtype for dtype, text in DTYPES.items()}
@@ -85,10 +88,12 @@ def op_text(op: str) -> str:
 
 
 def is_aten(op: str) -> bool:
+    """Whether an op is torch's own, spelled with its overload."""
     return op.startswith("aten.") and op.count(".") == 2
 
 
 def read_op(text: str) -> str:
+    """Completes an op's name: `aten.` and `.default` are left out of the text."""
     if text.startswith((*OURS, "aten.")) or text.count(".") > 1:
         return text
     return f"aten.{text}" if "." in text else f"aten.{text}.default"

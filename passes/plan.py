@@ -87,6 +87,7 @@ class Preference(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Preference:
+        """Reads `op:dim` or `dim`."""
         only, _, dim = text.rpartition(":")
         return cls(dim, only)
 
@@ -324,6 +325,7 @@ class Plan:
         return place_stages(self.schedule, ranks, self.stages_per_rank)
 
     def size(self, axis: str) -> int:
+        """Ranks of an axis; microbatches of the axis of time."""
         return self.microbatches if axis == TIME else self.mesh.axis_size(axis)
 
     def to_json(self) -> str:

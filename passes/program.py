@@ -257,6 +257,7 @@ def coords_text(coords: Mapping[str, int]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Returns a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

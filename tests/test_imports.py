@@ -235,6 +235,18 @@ def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     assert without == set()
 
 
+def test_public_functions_and_classes_have_docstrings() -> None:
+    without = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for folder in ("passes", "autopar")
+        for path in sources(folder)
+        for node in parse(path).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        and not (node.name.startswith("_") or ast.get_docstring(node))
+    }
+    assert without == set()
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

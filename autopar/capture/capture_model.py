@@ -124,6 +124,7 @@ def refuse_counters(
 
 
 def computed_with(change: Change, when: str) -> CaptureError:
+    """The error about a loss that depends on a value which forward changes."""
     return CaptureError(
         f"forward changes '{change.where}' from {change.before!r} to "
         f"{change.after!r}, and computes something else with it {when}",

@@ -36,6 +36,8 @@ class Generator:
     peek: Callable[[], Any] | None = None
 
     def place(self) -> Any:
+        """Returns the state's position, or the whole state where there is no cheaper
+        reading."""
         return (self.peek or self.read)()
 
 

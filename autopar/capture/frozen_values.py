@@ -162,6 +162,7 @@ class Place:
     known: int
 
     def is_same(self) -> bool:
+        """Whether the place still holds the object that was frozen."""
         try:
             holder = self.holder()
         except ReferenceError:

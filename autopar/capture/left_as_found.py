@@ -42,6 +42,7 @@ class Change:
 
     @property
     def place(self) -> tuple[int, Any]:
+        """Identity of the container, and the key in it."""
         return id(self.container), self.key
 
     def make(self, times: int = 1) -> Any:
@@ -65,6 +66,7 @@ class Container:
     owner: type | None = None
 
     def changes(self) -> list[Change]:
+        """Returns members that were added, removed or replaced since."""
         if isinstance(self.members, dict):
             now = dict(dict.items(self.container))
             return [

@@ -117,6 +117,8 @@ def prune(directory: Path, keep: int, saved: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes a checkpoint's manifest and flushes it to disk: one that has it is
+    complete."""
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(manifest.to_json())
         file.flush()
@@ -187,6 +189,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def checksum(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -195,6 +198,7 @@ def checksum(path: Path) -> str:
 
 
 def damaged(folder: Path, problem: str) -> CheckpointError:
+    """The error about a damaged checkpoint; its fix names the newest complete one."""
     others = [p.name for p in complete(folder.parent) if p != folder]
     fix = f"load '{folder.parent / others[-1]}'" if others else "save it again"
     return CheckpointError(f"checkpoint '{folder}' is damaged: {problem}", fix=fix)

@@ -77,6 +77,7 @@ class Piece:
 
     @classmethod
     def whole(cls, values: Tensor, written: bool = True) -> Piece:
+        """A tensor that one rank holds whole; written: whether this rank writes it."""
         shape = tuple(values.shape)
         return cls(shape, (Box.all_of(shape),), values, written)
 
@@ -185,6 +186,7 @@ def pack(key: Key, value: Any) -> bytes:
 
 
 def text(key: Key) -> str:
+    """Joins a key's parts by dots, as DCP names entries."""
     return ".".join(map(str, key))
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 def model_pieces(step: HeldState) -> State:
+    """Returns this rank's shards of parameters and their averages, by the model's
+    names; unused parameters are whole, and rank 0 writes them."""
     state: State = {}
     for name, p in step.named_parameters():
         piece = _piece(step, name, p.detach(), step.owns(name))
@@ -94,6 +96,8 @@ def model_targets(step: HeldState, in_place: bool = False) -> Targets:
 
 
 def ema_targets(step: HeldState) -> Targets:
+    """Returns empty tensors on the CPU to load averages of weights into, by
+    parameter."""
     return {
         ("ema", name): _piece(step, name, torch.empty_like(x, device="cpu"), False)
         for name, x in step.averages.items()

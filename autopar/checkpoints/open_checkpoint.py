@@ -80,6 +80,8 @@ def held_by(folder: Path) -> dict[Key, Any]:
 
 
 def saved_groups(folder: Path, plain: Mapping[Key, Any]) -> list[Group]:
+    """Returns the optimizer's parameter groups in order: names and options of each.
+    Raises CheckpointError if one lists no parameters."""
     options: dict[int, dict[str, Any]] = {}
     for key, value in plain.items():
         if key[0] == "optimizer":

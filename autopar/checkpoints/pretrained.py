@@ -274,6 +274,7 @@ def _some(names: list[str]) -> str:
 
 
 def need_safetensors() -> None:
+    """Raises CheckpointError if safetensors is not installed."""
     if find_spec("safetensors") is None:
         raise CheckpointError(
             "safetensors is not installed", fix="pip install 'autopar[hf]'"

@@ -144,6 +144,7 @@ def training_state(executor: Executor) -> dict[str, Any]:
 
 
 def load_training_state(executor: Executor, state: Mapping[str, Any]) -> None:
+    """Sets an executor's step count, seed and loss scale to those of a checkpoint."""
     executor.steps, executor.seed = state["steps"], state["seed"]
     if executor.loss_scale and "loss_scale" in state:
         executor.loss_scale.load_state_dict(state["loss_scale"])

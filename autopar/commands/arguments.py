@@ -66,6 +66,7 @@ def add_options(add: Any, names: Iterable[str], left_out: str = "") -> None:
 
 
 def add_model(add: Any, **how: Any) -> None:
+    """Adds the positional MODEL. how: further keywords of `add_argument`."""
     add.add_argument("model", type=text, metavar="MODEL", help=MODEL, **how)
 
 
@@ -81,14 +82,17 @@ def add_batch_sizes(add: Any, usual: str, *former: str) -> None:
 
 
 def add_seed(add: Any, of: str) -> None:
+    """Adds --seed. of: its help, which says what is drawn."""
     add.add_argument("--seed", type=number("seed"), default=0, help=of)
 
 
 def add_json(add: Any, told: str = "print values as JSON") -> None:
+    """Adds --json."""
     add.add_argument("--json", action="store_true", help=told)
 
 
 def add_backend(add: Any) -> None:
+    """Adds --backend; None, its default, leaves the plan's."""
     add.add_argument(
         "--backend",
         choices=(AUTO, *BACKENDS),

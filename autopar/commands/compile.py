@@ -46,6 +46,7 @@ EXAMPLES = (
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=compile_command)
     add_model(add)
     add.add_argument(
@@ -92,6 +93,7 @@ def add(add: Any) -> None:
 
 
 def compile_command(arguments: argparse.Namespace) -> int:
+    """Compiles, saves the plan and prints its stages and schedule."""
     with Progress("compile"):
         program, record, others, on_meta = _compile(arguments)
         where = save_plan(

@@ -34,6 +34,7 @@ EXAMPLES = ("autopar demo", "autopar demo --steps 100 --dir /tmp/demo")
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=lambda a: demo(a.dir, a.steps))
     add.add_argument(
         "--steps", type=number("steps"), default=20, help="of the optimizer"

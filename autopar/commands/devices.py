@@ -14,6 +14,8 @@ from autopar.passes.price.cluster import Cluster, ClusterError
 
 
 def add_devices(add: Any, required: bool) -> None:
+    """Adds flags for the devices of a plan; required: one of --devices and
+    --cluster."""
     where = add.add_mutually_exclusive_group(required=required)
     where.add_argument(
         "--devices",

@@ -20,6 +20,7 @@ EXAMPLES = ("autopar explain plan", "autopar explain plan --devices 8xH100 --for
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=explain_command)
     add.add_argument("plan", type=path, help="what `autopar plan -o` wrote")
     add.add_argument(
@@ -33,6 +34,7 @@ def add(add: Any) -> None:
 
 
 def explain_command(arguments: argparse.Namespace) -> int:
+    """Prints the tables behind a planned choice, repriced where asked."""
     record = read_record(arguments.plan)
     cluster = read_devices(arguments)
     with Progress("explain"):

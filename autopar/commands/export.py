@@ -17,6 +17,7 @@ EXAMPLES = (
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=export_command)
     add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
     add.add_argument(
@@ -34,6 +35,7 @@ def add(add: Any) -> None:
 
 
 def export_command(arguments: argparse.Namespace) -> int:
+    """Writes a checkpoint's weights into one file."""
     with Progress("export"):
         folder, count = export(arguments.checkpoint, arguments.output, arguments.ema)
     if arguments.json:

@@ -17,6 +17,7 @@ EXAMPLES = ("autopar inspect plan", "autopar inspect plan --rank 3")
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=inspect_command)
     add.add_argument("plan", type=path, help="or the directory of a checkpoint")
     add.add_argument(
@@ -30,6 +31,7 @@ def add(add: Any) -> None:
 
 
 def inspect_command(arguments: argparse.Namespace) -> int:
+    """Prints a plan, the modules of a rank or stage, or a checkpoint's contents."""
     if is_checkpoint(arguments.plan):
         if arguments.json:
             print(json.dumps(checkpoint_data(arguments.plan), indent=1))

@@ -51,6 +51,7 @@ EXAMPLES = (
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=plan_command)
     add_model(add)
     add_devices(add, required=True)
@@ -93,6 +94,8 @@ def read_request(arguments: argparse.Namespace, cluster: Cluster) -> PlanRequest
 
 @gc_paused()
 def plan_command(arguments: argparse.Namespace) -> int:
+    """Searches for the fastest plans, prints them and writes the best. Raises
+    ModelError if a model without a batch gets no --global-batch."""
     began = time.perf_counter()
     cluster = read_devices(arguments)
     assert cluster is not None, "the parser asks for one"

@@ -53,6 +53,7 @@ EXAMPLES = (
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     usual = Workload()
     add.set_defaults(command=profile_command)
     add_model(add, nargs="?")
@@ -95,6 +96,7 @@ def add(add: Any) -> None:
 
 
 def profile_command(arguments: argparse.Namespace) -> int:
+    """Measures this machine, saves the profile and prints it."""
     if not arguments.show:
         if "RANK" in os.environ:
             return _as_rank(arguments)

@@ -19,6 +19,7 @@ EXAMPLES = ("autopar report plan -o plan.html", "autopar report plan other-plan"
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=report_command)
     add.add_argument(
         "plan", type=path, nargs="+", help="a directory, planned, compiled or run in"
@@ -50,6 +51,7 @@ def add(add: Any) -> None:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
+    """Writes the HTML page of one plan, or of two side by side."""
     if len(arguments.plan) > 2:
         raise AutoparError(
             f"a report of {len(arguments.plan)} plans",

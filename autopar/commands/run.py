@@ -42,6 +42,7 @@ EXAMPLES = (
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=run_command)
     add.add_argument(
         "plan",
@@ -77,6 +78,7 @@ def add_field(add: Any, each: Field[Any]) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
+    """Trains: launches ranks, or is one of them under torchrun."""
     parser, argv = arguments.parser, arguments.argv
     helps = helps_of(parser)
     arguments = with_config(parser, arguments, argv[argv.index("run") + 1 :])

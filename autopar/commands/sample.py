@@ -19,6 +19,7 @@ EXAMPLES = (
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=sample_command)
     add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
     add.add_argument("--prompt", type=prompt, required=True, help="text to go on with")
@@ -53,6 +54,7 @@ def prompt(written: str) -> str:
 
 
 def sample_command(arguments: argparse.Namespace) -> int:
+    """Prints text sampled from a checkpoint's model."""
     sampling = Sampling(
         arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed
     )

@@ -20,6 +20,7 @@ EXAMPLES = (
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=simulate_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
     add.add_argument("--trace", type=path, metavar="FILE", help="for Perfetto")
@@ -33,6 +34,7 @@ def add(add: Any) -> None:
 
 
 def simulate_command(arguments: argparse.Namespace) -> int:
+    """Prints the simulated timeline of a step."""
     with Progress("simulate"):
         step = simulated(arguments.plan, read_devices(arguments), arguments.compiled)
     run = step.run

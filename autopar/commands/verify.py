@@ -32,6 +32,7 @@ EXAMPLES = ("autopar verify plan", "autopar verify plan --float64 --all")
 
 
 def add(add: Any) -> None:
+    """Adds the command's arguments."""
     add.set_defaults(command=verify_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
     add.add_argument(
@@ -50,6 +51,7 @@ def add(add: Any) -> None:
 
 
 def verify_command(arguments: argparse.Namespace) -> int:
+    """Proves a plan against the untouched model; status 1 if it differs."""
     with Progress("verify"):
         result = _verify(arguments)
     if isinstance(result, Proof):

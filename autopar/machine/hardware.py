@@ -162,6 +162,8 @@ def read_devices(text: str) -> int:
 
 
 def device_of(name: str) -> Device:
+    """Returns the device of that name, in any case. Raises ClusterError for an unknown
+    one."""
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device
@@ -254,4 +256,5 @@ def make_cluster(device: Device, devices: int, node: int | None = None) -> Clust
 
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
+    """Returns the cluster with `memory` bytes a device."""
     return replace(cluster, device=replace(cluster.device, memory=memory))

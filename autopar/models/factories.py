@@ -27,6 +27,8 @@ class ModelError(AutoparError):
 
 
 def find_factory(spec: str) -> Callable[[], Any]:
+    """Imports the factory that `file.py:name` or `module:name` names. Raises
+    ModelError."""
     where, colon, name = spec.rpartition(":")
     if not (where and colon and name):
         raise ModelError(
@@ -130,6 +132,7 @@ def their_errors(spec: str) -> Iterator[None]:
 
 
 def near(name: str, known: list[str]) -> str:
+    """Returns a fix that names the closest of the known names, or all."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(close)}?"

@@ -72,10 +72,12 @@ class ShortModel:
 
     @property
     def runs(self) -> int:
+        """How often the repeated layers stand in the whole model."""
         return self.layers.repeats if self.layers else 1
 
     @property
     def starts(self) -> tuple[str, ...]:
+        """Paths of the layers that were captured."""
         if self.layers is None:
             return ("",)
         kept = self.layers.kept // self.layers.period

@@ -159,6 +159,7 @@ def load_plan(directory: str | Path) -> StoredPlan:
 
 
 def checksum(text: str) -> str:
+    """Returns the SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -14,6 +14,8 @@ def dtype_of(kind: torch.dtype | str) -> torch.dtype:
 
 
 def generator_of(seed: int, name: str) -> Generator:
+    """Returns the generator of one tensor: its numbers depend on seed and name
+    alone."""
     return Generator().manual_seed(crc32(f"{seed} {name}".encode()))  # of 32 bits
 
 

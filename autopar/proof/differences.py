@@ -75,6 +75,7 @@ def result_of_model(
     margin: float | None = None,
     outputs: Mapping[str, Tensor] = NONE,
 ) -> StepResult:
+    """Returns the untouched model's step as a StepResult, for comparison."""
     norm = norm_of(gradients)
     return StepResult(loss, gradients, norm, evaluated, (), margin, outputs)
 

@@ -65,6 +65,7 @@ class Listener(FakeComm):
         self.function = ""
 
     def enter_function(self, name: str) -> None:
+        """Names the function that runs, for messages."""
         self.function = name
 
     def dropout_counters(

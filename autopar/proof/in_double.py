@@ -24,6 +24,7 @@ COMPLEX = re.compile(r"torch\.complex64\b")
 
 
 def in_double(x: Tensor) -> Tensor:
+    """Casts to double precision; integers and booleans stay as they are."""
     return x.to(DOUBLE.get(x.dtype, x.dtype))
 
 

@@ -62,6 +62,7 @@ class Verification:
 
     @property
     def worst(self) -> tuple[str, float]:
+        """The name and error of what differs most, relative to its tolerance."""
         if self.in_double is not None and not self.in_double.passed:
             return self.in_double.worst
         name = max(self.errors, key=self.excess)
@@ -69,6 +70,8 @@ class Verification:
 
     @property
     def passed(self) -> bool:
+        """Whether every error is within tolerance, in double precision too if that was
+        run."""
         if self.in_double is not None and not self.in_double.passed:
             return False
         return all(self.excess(name) <= 1.0 for name in self.errors)

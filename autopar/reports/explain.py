@@ -21,6 +21,8 @@ TERMS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activat
 
 
 def explanation(record: PlanRecord) -> str:
+    """Returns the tables behind the best plan: seconds, memory, stages, sizes,
+    others."""
     best = record.best[0]
     tables = (
         seconds_table(record),

@@ -122,6 +122,7 @@ def _sends(program: Program, stage: int) -> Messages:
 
 
 def first_rank(program: Program, stage: int) -> int:
+    """Returns the stage's rank at coordinate 0 of every axis but the pipeline's."""
     place = program.schedule.stage_to_rank[stage]
     coords = {axis: place if axis == PIPELINE else 0 for axis, _ in program.mesh.axes}
     return program.mesh.rank(coords)

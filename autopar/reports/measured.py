@@ -17,6 +17,7 @@ SHOWN = 12  # kinds of ops in a table; JSON has all
 
 
 def profile_report(profile: Profile) -> str:
+    """Returns the tables of measured ops, messages and backends."""
     tables = [_ops_table(at_once, profile) for at_once in sorted(profile.ops)]
     tables += [_messages_table(ranks, profile) for ranks in sorted(profile.messages)]
     if profile.backends:

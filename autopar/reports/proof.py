@@ -74,6 +74,7 @@ def _in_double(result: Verification) -> str:
 
 
 def verification_data(result: Verification) -> dict[str, Any]:
+    """Returns a verification as JSON's types."""
     double = result.in_double
     return {
         "passed": result.passed,

@@ -78,6 +78,8 @@ def _without(spec: ParameterSpec, axes: Sequence[str]) -> ParameterSpec:
 
 
 def share_table(program: Program) -> Table:
+    """Returns bytes a rank by stage of what ZeRO shards, beside the formula whole /
+    ranks."""
     plan = program.plan
     axes = " and ".join(plan.parameter_axes) or "no axis of more than one rank"
     rows = tuple(

@@ -80,6 +80,8 @@ def simulate_program(program: Program, cluster: Cluster) -> StepRun:
 
 
 def run_text(run: StepRun) -> str:
+    """Returns the drawn timeline, the seconds of a step's parts, and the table of
+    ranks."""
     timeline = run.timeline
     legend = (
         f"schedule {timeline.schedule.name}, to scale: F forward, B backward, I and W "
@@ -95,6 +97,7 @@ def run_text(run: StepRun) -> str:
 
 
 def ranks_table(run: StepRun) -> Table:
+    """Returns busy and idle seconds and peak bytes of each pipeline rank."""
     rows = [
         (
             rank,

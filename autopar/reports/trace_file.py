@@ -21,6 +21,7 @@ WITHIN = 1e-3
 
 
 def write_trace(run: StepRun, path: Path) -> None:
+    """Writes a Chrome trace (JSON, for Perfetto). Raises AutoparError if it cannot."""
     try:
         path.write_text(json.dumps(trace_data(run)) + "\n", encoding="utf-8")
     except OSError as error:
@@ -28,6 +29,8 @@ def write_trace(run: StepRun, path: Path) -> None:
 
 
 def trace_data(run: StepRun) -> dict[str, Any]:
+    """Returns the step in Chrome's trace event format: slices, arrows, memory
+    counters."""
     events: list[dict[str, Any]] = []
     for rank in range(len(run.memory)):
         events.append(

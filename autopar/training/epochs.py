@@ -71,6 +71,7 @@ class Epochs:
         return self.data.name
 
     def batch(self, step: int, batch_size: int, seq: int) -> Batch:
+        """Samples of a step: each epoch is a shuffle of all samples."""
         count = self.count(seq)
         position = step * batch_size + np.arange(batch_size)
         numbers = np.empty(batch_size, dtype=np.int64)

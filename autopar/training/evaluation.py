@@ -102,6 +102,7 @@ def runs_of(samples: int, batch: int, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def perplexity(loss: float) -> float:
+    """Returns exp(loss); inf where that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

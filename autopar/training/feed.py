@@ -44,6 +44,8 @@ class Feed:
 
     @classmethod
     def open(cls, program: Program, loaded: LoadedModel, options: RunOptions) -> Feed:
+        """Opens the run's tokenizer and data. Raises DataError if documents are kept
+        apart by a token that nobody named."""
         vocab = loaded.vocab or vocab_of(program)
         tokenizer = open_run_tokenizer(options)
         data = open_run_data(options, tokenizer, vocab)
@@ -129,6 +131,7 @@ def prepare_data(options: RunOptions) -> None:
 
 
 def open_run_tokenizer(options: RunOptions) -> Tokenizer | None:
+    """Opens the tokenizer that the run's options name, if any."""
     if options.tokenizer is None:
         return None
     return open_tokenizer(options.tokenizer, options.document_end)

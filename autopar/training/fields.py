@@ -49,6 +49,7 @@ def check_fields(inputs: Inputs, end: int | None) -> None:
 
 
 def no_end(problem: str) -> DataError:
+    """The error about documents whose last token is unknown."""
     return DataError(
         f"{problem}, but nobody says which token ends a document",
         fix="name it: --document-end TOKEN with --tokenizer, else its id",

@@ -34,6 +34,7 @@ class Clock:
         self.began += seconds
 
     def read(self, done: int) -> float:
+        """Returns steps a second since the last reading."""
         now = time.perf_counter()
         speed = (done - self.done) / (now - self.began)
         self.done, self.began = done, now
@@ -54,6 +55,8 @@ class Meter:
 
     @classmethod
     def of(cls, step: Step, tokens: int) -> Meter:
+        """A meter of a step over `tokens` tokens, with the devices' peak FLOP/s if
+        known."""
         program = step.program
         peak = peak_flops(program, step.device)
         if peak is not None:

@@ -41,6 +41,7 @@ class Tokens:
 
     @classmethod
     def of(cls, name: str, tokens: np.ndarray) -> Tokens:
+        """Tokens of one array."""
         return cls((Piece(name, tokens),))
 
     def __len__(self) -> int:

@@ -181,6 +181,7 @@ def find_metrics(result: Any) -> dict[str, torch.Tensor]:
 
 
 def describe(result: Any) -> str:
+    """Describes what a forward returned, for messages: its type, shapes and fields."""
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
     if isinstance(result, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import fx
 from ..builder import Builder
 from ..capture.chosen_rows import CHOOSES, rows_of
 from ..capture.values_read import Unknown, has_shape
-from ..graph import Location, Node, Value
+from ..graph import Graph, Location, Node, Value
 from ..ops.captured import RESHAPES
 
 
@@ -157,3 +158,17 @@ class ChosenRows:
     def _emit(self, op: str, x: Value, dim: int, where: Location) -> Value:
         shape = (*x.shape[:dim], 1, *x.shape[dim:])
         return self.builder.emit(op, (x, dim), shape, x.dtype, where)
+
+
+def remark_on_loops(graph: Graph, elsewhere: str) -> tuple[str, ...]:
+    """Remarks on what computes all rows several times, such as each expert of a loop.
+    elsewhere: the one line that all of a loss function is said to be at."""
+    turns = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
+    lines = [at for at, times in turns.items() if times > 1 and at != elsewhere]
+    if not lines:
+        return ()
+    return (
+        f"each turn of the loop at {', '.join(lines[:3])} computes all rows, of which "
+        "those that it does not choose count for nothing; where the weights of experts "
+        "are one parameter, w[chosen] in bmm or einsum computes the chosen alone",
+    )

@@ -9,7 +9,6 @@ is what stood there, and in a sum it is 0. All else is refused.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -67,21 +66,8 @@ def keep_all_rows(graph: Graph, autocast: Set[str] = frozenset()) -> Graph:
     return graph
 
 
-def find_loops(graph: Graph, elsewhere: str) -> tuple[str, ...]:
-    """A line for the user on what computes all rows several times, such as each expert
-    of a loop. elsewhere: the one line that all of a loss function is said to be at."""
-    turns = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
-    lines = [at for at, times in turns.items() if times > 1 and at != elsewhere]
-    if not lines:
-        return ()
-    return (
-        f"each turn of the loop at {', '.join(lines[:3])} computes all rows, of which "
-        "those that it does not choose count for nothing; where the weights of experts "
-        "are one parameter, w[chosen] in bmm or einsum computes the chosen alone",
-    )
-
-
 def refusal(subject: str, rows: Rows, source: str = "") -> CaptureError:
+    """The error about work that mixes rows whose number depends on data."""
     return CaptureError(
         f"which rows there are depends on the values of tensors ({rows.source}), and "
         f"{subject} does more than work on each row by itself",
@@ -137,9 +123,11 @@ class Keeper:
         return x if x.dtype == mask.dtype and before == slot else None
 
     def of(self, v: Any) -> Rows | None:
+        """The rows chosen along a value, if any."""
         return self.rows.get(v.name) if isinstance(v, Value) else None
 
     def noted(self, v: Value, rows: Rows, dim: int) -> Value:
+        """Notes that v has the rows along dim; returns v."""
         self.rows[v.name] = replace(rows, dim=dim, factor=None)
         return v
 

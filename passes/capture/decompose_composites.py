@@ -49,6 +49,7 @@ def repeat(rewriter: Rewriter, node: Node) -> Value:
 
 
 def expand_as(rewriter: Rewriter, node: Node) -> Value:
+    """Expands the first operand to the result's shape."""
     return rewriter.expand(node.operands[0], node.out.shape)
 
 

@@ -102,4 +102,5 @@ def _is_torchs(cls: Apply) -> bool:
 
 
 def has_setup(cls: Apply) -> bool:
+    """Whether a custom Function has its own `setup_context`."""
     return cls.setup_context is not torch.autograd.Function.setup_context

@@ -61,6 +61,7 @@ def normalize(traced: Traced) -> Traced:
 
 
 def identity(_: Rewriter, node: Node) -> Value:
+    """Replaces the op by its first operand."""
     return node.operands[0]
 
 
@@ -99,6 +100,7 @@ def _cast(rewriter: Rewriter, x: Value, out: Value) -> Value:
 
 
 def reshape(rewriter: Rewriter, node: Node) -> Value:
+    """Writes a view as a reshape to the result's shape."""
     return rewriter.reshape(node.operands[0], node.out.shape)
 
 

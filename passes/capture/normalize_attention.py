@@ -178,4 +178,5 @@ def _repeat_heads(rewriter: Rewriter, x: Value, heads: int) -> Value:
 
 
 def emit_dropout(rewriter: Rewriter, x: Value, p: float) -> Value:
+    """Emits dropout of x with probability p."""
     return rewriter.emit("autopar.dropout", x, p, like=x)

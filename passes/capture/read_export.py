@@ -50,11 +50,14 @@ class ExportReader:
         self.asked: list[Value] = []  # see `passes.capture.guards`
 
     def source(self, node: fx.Node, name: str) -> Value:
+        """Declares an input."""
         fake = node.meta["val"]
         self.values[node] = self.made(name, fake)
         return self.values[node]
 
     def made(self, name: str, fake: torch.Tensor) -> Value:
+        """Returns a new value of a fake tensor's shape and dtype, and notes its
+        storage."""
         shape = self.rows.shape(fake)
         assert shape is not None, f"{name} has no shape"
         value = self.builder.value(name, shape, fake.dtype)

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from ..capture.call_model import only_by_any_keyword
-from ..capture.chosen_rows import find_loops, keep_all_rows
+from ..capture.choose_rows import remark_on_loops
+from ..capture.chosen_rows import keep_all_rows
 from ..capture.compare_readings import are_equal, are_same
 from ..capture.fake_tensors import device_of, on_fake_tensors
 from ..capture.find_repeats import Watch, only_layers
@@ -116,7 +117,7 @@ def trace(
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
     graph = keep_all_rows(traced.graph, traced.autocast.keys())
-    remarks = find_loops(traced.graph, _place_of(loss_fn or model.forward))
+    remarks = remark_on_loops(traced.graph, _place_of(loss_fn or model.forward))
     _refuse_sources(graph, names)
     graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
     values = wrapper.unseen.known

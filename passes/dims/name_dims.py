@@ -74,6 +74,7 @@ class Named:
         return pattern(self.dims[name])
 
     def verify(self) -> Named:
+        """Checks that each extent is the product of its dims' sizes."""
         self.graph.verify()
         for v in [
             *self.graph.sources,
@@ -91,6 +92,7 @@ class Named:
 
 
 def pattern(dims: Dims) -> str:
+    """Writes dims as in rules: `batch seq (heads head_dim)`."""
     parts = []
     for factors in dims:
         names = " ".join(d.name for d in factors)

@@ -131,6 +131,7 @@ def forward(cts: Cotangents, node: Node) -> Node:
 
 
 def derivative(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dq, dk, dv by the op's own backward, out of its operands and results."""
     q, k, v, *others = node.named(op_of(node).heeds)
     dq, dk, dv = (cts.fresh(x) for x in (q, k, v))
     args = (dys[0], q, k, v, *node.outs, *others)
@@ -140,6 +141,7 @@ def derivative(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | 
 
 
 def has_learned_mask(cts: Cotangents, node: Node) -> bool:
+    """Whether gradients flow into the mask."""
     return any(cts.wanted(mask) for mask in node.operands[3:])
 
 

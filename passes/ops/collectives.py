@@ -19,12 +19,15 @@ def _if_uneven(extent: int, axes: Axes, sizes: Mapping[str, int]) -> int | None:
 
 
 def gather_on_rank(at: Place, node: Node, local: Node) -> Node:
+    """Adds the gathered dim's extent where ranks hold unequal shards, and if it
+    varies."""
     axes, dim = node.named("axes dim")
     whole = _if_uneven(local.out.shape[dim], axes, at.sizes)
     return replace(local, args=(*local.args, whole, at.is_varying(node.out, axes)))
 
 
 def exchange_on_rank(at: Place, node: Node, local: Node) -> Node:
+    """Adds the joined dim's extent where ranks hold unequal shards."""
     axis, concat_dim = node.named("axes concat_dim")
     whole = _if_uneven(local.out.shape[concat_dim], axis, at.sizes)
     return replace(local, args=(*local.args, whole))
@@ -36,11 +39,13 @@ def same(_: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
 
 
 def enter(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is the sum of dy over the axes: each rank used x for its own share."""
     x, axes = node.named("x axes")
     return [cts.emit("comm.all_reduce", x, node, dys[0], axes, "sum")]
 
 
 def all_gather(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is this rank's shard of dy, summed over ranks if they used y differently."""
     x, axis, dim, varying = node.named("x axes dim varying")
     op = "comm.reduce_scatter" if varying else "comm.shard"
     return [cts.emit(op, x, node, dys[0], axis, dim)]
@@ -49,11 +54,13 @@ def all_gather(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | 
 def reduce_scatter(
     cts: Cotangents, node: Node, dys: OutCotangents
 ) -> list[Value | None]:
+    """dx is dy gathered."""
     x, axis, dim = node.named("x axes dim")
     return [_gathered(cts, x, node, dys[0], axis, dim)]
 
 
 def shard(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is dy gathered; of a padded shard, dy among zeros."""
     x, axis, dim, pads = node.named("x axes dim pads")
     if pads:
         return [cts.emit("comm.pad", x, node, dys[0], axis, dim, x.shape[dim])]
@@ -68,6 +75,7 @@ def _gathered(
 
 
 def all_to_all(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is the exchange the other way round."""
     x, axis, split, joined = node.named("x axes split_dim concat_dim")
     whole = _if_uneven(x.shape[split], axis, cts.sizes)
     return [cts.emit(node.op, x, node, dys[0], axis, joined, split, whole)]
@@ -84,15 +92,19 @@ def _packed(x: Value, dim: int) -> int:
 
 
 def to_gather(node: Node) -> int:
+    """Bytes of a copy of the result, if ranks' parts do not come out in place."""
     return _packed(node.out, node.arg("dim"))
 
 
 def to_scatter(node: Node) -> int:
+    """Bytes of the input's copy that is reduced, and of one with ranks' parts in
+    order."""
     x = node.operands[0]
     return x.bytes + _packed(x, node.arg("dim"))
 
 
 def to_exchange(node: Node) -> int:
+    """Bytes of copies with ranks' parts in order, of the input and of the result."""
     split, joined = node.named("split_dim concat_dim")
     return _packed(node.operands[0], split) + _packed(node.out, joined)
 

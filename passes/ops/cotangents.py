@@ -51,6 +51,7 @@ class Cotangents:
         self._shared: set[str] = set()
 
     def wanted(self, v: Value) -> bool:
+        """Whether gradients flow into v."""
         return v.name in self._differentiable
 
     def is_param(self, v: Value) -> bool:
@@ -100,6 +101,7 @@ class Cotangents:
         return out
 
     def zeros(self, like: Value, node: Node) -> Value:
+        """Emits zeros like a value."""
         out = self.fresh(like)
         kwargs = {"dtype": out.dtype}
         self.append(
@@ -181,6 +183,7 @@ class Cotangents:
         self._shared.add(dy.name)
 
     def is_shared(self, dy: Value) -> bool:
+        """Whether dy may not be changed in place."""
         return dy.name in self._shared
 
     def add(self, v: Value, dy: Value) -> None:

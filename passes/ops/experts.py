@@ -25,6 +25,8 @@ def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
 
 
 def expert_linear_from(start: int, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+    """x [n, in], expert [n], weight [experts, out, in] -> [n, out], 0 for experts that
+    are elsewhere. start: the first expert here."""
     index, inside = local(expert, start, weight.shape[0])
     return (weight[index] @ x[..., None])[..., 0].where(inside[:, None], 0)
 

@@ -12,6 +12,7 @@ from ..ops.parts import dim_of
 
 
 def joined(at: Unite, node: Node) -> None:
+    """cat: the dim's extent is the operands' sum, the other dims are alike."""
     out = node.out
     pieces = [v for v in node.operands if 0 not in v.shape]
     dim = dim_of(node, rank=len(out.shape))
@@ -37,6 +38,7 @@ def split(at: Unite, node: Node) -> None:
 
 
 def padded(at: Unite, node: Node) -> None:
+    """pad: a dim that grows is the operand's and a constant."""
     x, y = node.operands[0], node.out
     for d, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)):
         left, right = at.tensors[x.name][d], at.tensors[y.name][d]
@@ -47,6 +49,7 @@ def padded(at: Unite, node: Node) -> None:
 
 
 def repeated(at: Unite, node: Node) -> None:
+    """repeat: each dim is (copies, the operand's dim)."""
     x, y = node.operands[0], node.out
     ahead = len(y.shape) - len(x.shape)
     for d in range(len(x.shape)):
@@ -81,6 +84,7 @@ def indexed(at: Unite, node: Node) -> None:
 
 
 def selected_rows(at: Unite, node: Node) -> None:
+    """index_select: the index's dim stands for the dim selected along."""
     (x, index), dim = node.operands, dim_of(node)
     for d in range(len(x.shape)):
         other = at.tensors[x.name][d] if d != dim else at.tensors[index.name][0]
@@ -88,6 +92,8 @@ def selected_rows(at: Unite, node: Node) -> None:
 
 
 def attention(at: Unite, node: Node) -> None:
+    """Batch, heads (key heads times query groups), rows, columns and head dims of
+    attention, and of a mask aligned on the right."""
     q, k, v = node.operands[:3]
     mask = node.arg("attn_mask")
     of = at.tensors
@@ -150,6 +156,7 @@ def linear(at: Unite, node: Node) -> None:
 
 
 def convolved(at: Unite, node: Node) -> None:
+    """Convolution: its length changes by a constant; the kernel's extent is fixed."""
     at.bind(node)
     at.fixed += at.tensors[node.operands[1].name][2]
     x, y = node.operands[0], node.out
@@ -174,6 +181,7 @@ def pieces(at: Unite, node: Node) -> None:
 
 
 def stacked(at: Unite, node: Node) -> None:
+    """stack: the number of operands is fixed."""
     if at.bind(node):
         dim = dim_of(node, rank=len(node.out.shape))
         at.fixed += at.tensors[node.out.name][dim]

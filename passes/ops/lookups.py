@@ -49,11 +49,15 @@ def pick(x: Tensor, index: Tensor, ignored: int | None = None) -> Tensor:
 
 
 def pick_from(start: int, x: Tensor, index: Tensor, *_: int | None) -> Tensor:
+    """x [..., v], index [...] -> [...]: the picked element, 0 if it is not in this
+    shard. start: the shard's first index."""
     index, inside = local(index, start, x.shape[-1])
     return x.gather(-1, index[..., None])[..., 0].where(inside, 0)
 
 
 def embedding_from(start: int, table: Tensor, index: Tensor, *_: int) -> Tensor:
+    """table [v, d], index [...] -> [..., d]: 0 for rows that are not in this shard.
+    start: the shard's first row."""
     index, inside = local(index, start, table.shape[0])
     return table[index].where(inside[..., None], 0)
 
@@ -83,6 +87,7 @@ def look_up(at: Place, node: Node, local: Node) -> Node:
 
 
 def pick_on_rank(at: Place, node: Node, local: Node) -> Node:
+    """Becomes `comm.pick`, which knows the dim's whole extent and its axes."""
     x, ignored = node.operands[0], node.arg("ignored")
     axes = at.axes_of(x, len(x.shape) - 1)
     args = (*local.operands, ignored, x.shape[-1], axes)
@@ -100,6 +105,7 @@ def choose_on_rank(at: Place, node: Node, local: Node) -> Node:
 
 
 def d_embedding(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """Adds rows of dy into the table's gradient."""
     table, ids = node.operands[:2]
     args = (dys[0], ids, padding_of(node))
     cts.accumulate(table, "autopar.embedding_grad_", node, *args)
@@ -107,11 +113,13 @@ def d_embedding(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value |
 
 
 def d_lookup(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """Adds rows of dy into the gradient of this rank's rows."""
     table, *args = node.named("table ids rows axes padding")
     return [cts.to_weight(table, "comm.lookup_grad_", node, dys[0], *args), None]
 
 
 def d_pick(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """Adds dy in place at the picked elements."""
     x, index, extent, axes = node.named("x index extent axes")
     cts.add_in_place(x, "comm.pick_backward_add_", node, dys[0], index, extent, axes)
     return [None, None]

@@ -119,6 +119,7 @@ def extent_of(letter: str) -> int | None:
 
 
 def letters(count: int, start: str = "a") -> list[str]:
+    """Returns `count` letters from `start`, one for each dim of a rule."""
     return [chr(ord(start) + i) for i in range(count)]
 
 

@@ -44,6 +44,8 @@ def _position(at: Any, default: int, extent: int) -> int:
 
 
 def dim_of(node: Node, rank: int | None = None) -> int:
+    """Returns the op's dim, counted from 0. rank: of the tensor it counts in, by
+    default the first operand."""
     rank = len(node.operands[0].shape) if rank is None else rank
     return int(node.arg("dim")) % rank
 
@@ -54,15 +56,18 @@ Written = tuple[str, tuple[Any, ...]]
 
 
 def into_slice(view: Node, base: Value, part: Value) -> Written:
+    """Writes a part into the slice that the view read."""
     return "aten.slice_scatter.default", (base, part, *view.named("dim start end step"))
 
 
 def into_narrow(view: Node, base: Value, part: Value) -> Written:
+    """Writes a part into the range that the view read."""
     args = (base, part, dim_of(view), *narrowed(view))
     return "aten.slice_scatter.default", args
 
 
 def into_row(view: Node, base: Value, part: Value) -> Written:
+    """Writes a part into the row that the view read."""
     return "aten.select_scatter.default", (base, part, *view.named("dim index"))
 
 
@@ -72,10 +77,12 @@ def turned_again(view: Node, base: Value, part: Value) -> Written:
 
 
 def turned_back(view: Node, base: Value, part: Value) -> Written:
+    """Permutes a part back."""
     order = [d % len(base.shape) for d in view.arg("dims")]
     back = tuple(order.index(d) for d in range(len(order)))
     return "aten.permute.default", (part, back)
 
 
 def reshaped(view: Node, base: Value, part: Value) -> Written:
+    """Reshapes a part to the base's shape."""
     return "aten.reshape.default", (part, base.shape)

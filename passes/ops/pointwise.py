@@ -12,6 +12,7 @@ from ..ops.op import Finite, Op, OutCotangents
 
 
 def add(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """Each operand's gradient is dy, summed over dims that were broadcast."""
     dy = dys[0]
     assert dy is not None
     grads: list[Value | None] = []
@@ -26,6 +27,7 @@ def add(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
 
 
 def cast(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx = dy in x's dtype."""
     dy = dys[0]
     return [None if dy is None else cts.cast(dy, node.operands[0], node)]
 
@@ -51,17 +53,20 @@ def to_power(node: Node) -> Finite:
 
 
 def square(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx = 2 x dy."""
     x, dy = node.operands[0], dys[0]
     product = cts.emit("aten.mul.Tensor", x, node, dy, x)
     return [cts.emit("aten.mul.Tensor", x, node, product, 2)]
 
 
 def chosen(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx = dy where the condition holds, else 0."""
     condition, x = node.operands
     return [None, cts.emit(node.op, x, node, condition, dys[0], 0)]
 
 
 def scaled_again(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """Dropout's mask and scale, applied to dy."""
     x, keep, scale = node.named("x keep scale")
     return [cts.emit(node.op, x, node, dys[0], keep, scale), None]
 

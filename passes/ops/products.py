@@ -127,6 +127,7 @@ def of_chain(node: Node) -> int:
 
 
 def of_weight_grad(node: Node) -> int:
+    """FLOPs of a weight's gradient: 2 rows in out."""
     first, second = node.operands[1:3]
     return 2 * first.numel * second.shape[-1]
 
@@ -147,6 +148,7 @@ def affine(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None
 
 
 def matmul(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """By a weight as a linear layer's, else as a product of matrices."""
     return (affine if _is_by_weight(node) else matrices)(cts, node, dys)
 
 

@@ -49,6 +49,7 @@ def topmost(node: Node) -> str:
 
 
 def count_of_topmost(node: Node) -> Node:
+    """k, as the local result has it."""
     shape = node.results[0].shape
     return node.with_args(k=shape[node.arg("dim")]) if shape else node
 
@@ -72,6 +73,7 @@ def norm(node: Node) -> str:
 
 
 def normal_sizes(node: Node) -> Node:
+    """The normalized shape, as the local result has it."""
     count = len(node.arg("normalized_shape"))
     return node.with_args(normalized_shape=node.out.shape[-count:])
 
@@ -82,6 +84,7 @@ def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
 
 
 def d_sum_exp(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx = dy exp(x - largest)."""
     x, largest = node.named("x largest")
     op = "autopar.sum_exp_backward"
     return [cts.emit(op, x, node, x, dys[0], largest), None]

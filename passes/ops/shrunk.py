@@ -30,6 +30,7 @@ def arange(at: Small, node: Node, new: Node) -> Node:
 
 
 def repeat(_: Small, node: Node, new: Node) -> Node:
+    """As many copies as the smaller result holds of the smaller operand."""
     x, out = new.operands[0], new.out
     ahead = len(out.shape) - len(x.shape)
     padded = (*(1,) * ahead, *x.shape)

@@ -27,6 +27,7 @@ def moved(node: Node) -> str:
 
 
 def expanded(node: Node) -> str:
+    """expand: dims are aligned on the right."""
     out = letters(len(node.out.shape))
     return spell(out[len(out) - len(node.operands[0].shape) :], out)
 
@@ -66,6 +67,7 @@ def joined(node: Node) -> str:
 
 
 def stacked(node: Node) -> str:
+    """stack: the new dim must be whole."""
     out = letters(len(node.out.shape))
     dim = dim_of(node, len(out))
     operand = " ".join(out[:dim] + out[dim + 1 :])
@@ -111,15 +113,18 @@ def length_of_copies(node: Node) -> Node:
 
 
 def reshape(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is dy in x's shape."""
     return [cts.view("aten.reshape.default", dys[0], node.operands[0], node)]
 
 
 def transpose(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is dy with the same dims swapped."""
     x, *dims = node.named("self dim0 dim1")
     return [cts.view(node.op, dys[0], x, node, *dims)]
 
 
 def permute(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is dy permuted back."""
     dims = node.arg("dims")
     order = [0] * len(dims)
     for new, old in enumerate(dims):
@@ -128,6 +133,7 @@ def permute(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | Non
 
 
 def split(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """dx is the pieces' dy joined, zeros where one is unused."""
     pieces = []
     for out, dy in zip(node.outs, dys, strict=True):
         assert out is not None

@@ -32,6 +32,7 @@ class Alive(Amounts):
     zero_3_but_experts: float = 0.0
 
     def of(self, zero: int, shares_experts: bool) -> float:
+        """Bytes alive under a ZeRO stage."""
         if shares_experts:
             return {2: self.zero_2, 3: self.zero_3}.get(zero, self.whole)
         only = {2: self.zero_2_but_experts, 3: self.zero_3_but_experts}

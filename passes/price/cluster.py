@@ -97,6 +97,7 @@ class Device:
         return replace(device, flops=flops, ops=ops)
 
     def peak(self, dtype: str) -> float:
+        """Peak FLOP/s in a dtype, float32's if unknown."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
@@ -334,6 +335,7 @@ class Link:
         return one * math.sqrt(computing * meetings)
 
     def without_latency(self) -> Link:
+        """The link with bandwidth alone."""
         near = replace(self.near, latency=0.0) if self.near else None
         return replace(self, latency=0.0, near=near, step=0.0)
 

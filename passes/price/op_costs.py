@@ -70,6 +70,7 @@ class OpCosts:
         return find_differentiable(self.lowered.graph, self.lowered.traced.trainable)
 
     def seconds(self, node: Node) -> Seconds:
+        """Seconds of an op and of its halves of backward, cached by signature."""
         trained = any(v.name in self.flows for v in node.results)
         key = signature(node), trained
         if key not in self._known:
@@ -87,6 +88,7 @@ class OpCosts:
         return Seconds(*took)
 
     def gather(self, node: Node) -> Seconds:
+        """Seconds to gather a parameter's shards and to reduce its gradient."""
         plan, size = self.lowered.plan, sum(v.bytes for v in node.results)
         link = self.cluster.link(plan.mesh, axes_of(node))
         gathered = link.seconds("all_gather", size) if plan.zero == 3 else 0.0
@@ -94,4 +96,5 @@ class OpCosts:
         return Seconds(gathered, gathered + scattered, 0.0)
 
     def send(self, size: int) -> float:
+        """Seconds to send so many bytes to the next stage."""
         return neighbour(self.cluster, self.lowered.plan.mesh).seconds("send", size)

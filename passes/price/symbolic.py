@@ -82,6 +82,7 @@ class Symbols:
         return size(name if i == 0 else f"{name}_{i}")
 
     def of(self, dim: Dim) -> Expr:
+        """The symbol of a dim; the extent of a numbered one."""
         if dim.name.isdigit():  # the number of equal pieces
             return Integer(dim.size)
         return self._symbol(dim.name, self._sizes[dim.name].index(dim.size))
@@ -106,6 +107,8 @@ class Symbols:
         return replace(v, shape=cast("tuple[int, ...]", shape))
 
     def node(self, node: Node) -> Node:
+        """The node with symbolic shapes."""
+
         def of(v: Value) -> Value:
             return self.value(v, self.named.dims[v.name])
 

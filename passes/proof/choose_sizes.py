@@ -34,6 +34,7 @@ class Divides:
 
     @classmethod
     def of(cls, extent: int, parts: int) -> Divides:
+        """How an extent divides among `parts` ranks."""
         return cls(extent % parts == 0, min(extent // parts, 2))
 
 
@@ -103,6 +104,8 @@ class Candidates:
         return all(Divides.of(n, parts) == how for parts, how in self.wanted)
 
     def above(self, least: int) -> Iterator[int]:
+        """Small sizes of at least `least`, ascending; the size itself, if it is
+        fixed."""
         if self.fixed:
             yield self.size
             return

@@ -42,6 +42,7 @@ class Uses:
     functions: Mapping[str, Mapping[Kind, Sequence[int]]]
 
     def of(self, kind: Kind) -> Sequence[int]:
+        """Layers that use a kind of parameter."""
         return self.layers.get(kind[1], self.layers[""])
 
 

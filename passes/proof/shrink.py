@@ -55,9 +55,11 @@ class Shrinker:
         return replace(traced, graph=made, literals=literals)
 
     def value(self, v: Value) -> Value:
+        """The value in its smaller shape."""
         return Value(v.name, self.shape(v.name), v.dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The smaller shape: products of the dims' smaller sizes."""
         return tuple(
             prod(self.sizes[n] for n in factors)
             for factors in self.extents.factors[name]

@@ -92,6 +92,7 @@ class ChosenLayers:
 
 
 def small_mesh(plan: Plan, sizes: Mapping[str, int]) -> Mesh:
+    """Returns the plan's mesh with other sizes of its axes."""
     return Mesh(tuple((axis, sizes[axis]) for axis, _ in plan.mesh.axes))
 
 

@@ -24,6 +24,7 @@ Limits = Callable[[Sequence[int]], Sequence[float]]
 
 
 def unlimited(placement: Sequence[int]) -> list[float]:
+    """Returns an unbounded memory limit for each rank."""
     return [math.inf] * (max(placement) + 1)
 
 

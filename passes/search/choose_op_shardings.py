@@ -138,6 +138,7 @@ class Axis:
 
     @cached_property
     def ties(self) -> list[Table]:
+        """Tiny costs that prefer a plan's first choices among equal ones."""
         order = self.costs.plan.split.get(self.axis, ())
         tables = []
         for i, own in enumerate(self.costs.choices):

@@ -73,6 +73,7 @@ class OpShardingCosts:
 
     @cached_property
     def tables(self) -> list[Amounts]:
+        """Costs of ops, of sums and of values."""
         return [*self._of_ops(), *self._of_sums(), *self._of_values()]
 
     # --- what may be chosen ---------------------------------------------------------

@@ -147,6 +147,7 @@ class Ranked:
         self._too_large: set[tuple[Mesh, int]] = set()  # whatever else is decided
 
     def add(self, number: int, candidate: Candidate) -> None:
+        """Prices a candidate, or sets it aside if it cannot be among the best."""
         again = candidate.recompute != "none"
         if again and replace(candidate, recompute="none") in self._roomy:
             self.needless += 1
@@ -317,6 +318,7 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
 
 
 def run_on_paper(candidate: Candidate, prices: Prices, cluster: Cluster) -> Estimate:
+    """Returns the estimate of a candidate, with its schedule simulated."""
     return estimate(accounts_of(candidate, prices), candidate, cluster)
 
 

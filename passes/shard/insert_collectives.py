@@ -55,6 +55,8 @@ class Lowered:
         return self.shardings[value.name].exact_text(self.dims[value.name])
 
     def verify(self) -> Lowered:
+        """Checks shapes, shardings and states, and that the loss is summed over
+        time."""
         self.graph.verify()
         check_shardings(self.graph, self.dims, self.shardings, self.plan)
         loss = self.graph.outputs[0]

@@ -65,6 +65,7 @@ def _joined(pieces: list[tuple[int, int]]) -> Pieces:
 
 
 def extent(pieces: Pieces) -> int:
+    """Returns the elements in all pieces together."""
     return sum(length for _, length in pieces)
 
 

@@ -32,6 +32,7 @@ def split_groups(named: Named, plan: Plan) -> Plan:
 
 
 def find_groups(named: Named) -> Groups:
+    """Returns (key heads, queries a key head) of each grouped-query attention."""
     groups = set()
     for factors in named.factors:
         sizes = {f.dim.name: f.dim.size for f in factors}

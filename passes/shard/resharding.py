@@ -66,6 +66,7 @@ class Need(NamedTuple):
     flows: bool = True
 
     def of(self, have: State) -> State:
+        """The state needed of an operand that is in state `have`."""
         return P if self.joins or (self.passes and have == P) else self.state
 
     def partial(self, have: State) -> bool:

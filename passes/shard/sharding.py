@@ -45,6 +45,7 @@ class Sharding(NamedTuple):
 
     @classmethod
     def whole(cls, dims: Dims) -> Sharding:
+        """The sharding of a replicated value."""
         return cls(tuple(tuple(() for _ in dim) for dim in dims))
 
     def place(self, axis: str) -> tuple[int, int] | None:
@@ -56,6 +57,7 @@ class Sharding(NamedTuple):
         return None
 
     def pending_on(self, axis: str) -> str | None:
+        """The reduction pending on an axis, or None."""
         return next((op for own, op in self.pending if own == axis), None)
 
     def state(self, axis: str) -> State:
@@ -85,6 +87,7 @@ class Sharding(NamedTuple):
         return self._with_slots(place, change)
 
     def without_split(self, axis: str) -> Sharding:
+        """The sharding with dims whole on an axis."""
         place = self.place(axis)
         if place is None:
             return self
@@ -125,6 +128,7 @@ class Sharding(NamedTuple):
     def local_shape(
         self, dims: Dims, sizes: Mapping[str, int], coords: Mapping[str, int]
     ) -> tuple[int, ...]:
+        """Shape of the shard at `coords`."""
         return tuple(map(prod, self.local_factors(dims, sizes, coords)))
 
     def text(self, dims: Dims) -> str:

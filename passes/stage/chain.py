@@ -90,6 +90,7 @@ class Chain:
         return [*crossings, ()]
 
     def crossing(self, position: int) -> tuple[Value, ...]:
+        """Values that cross a cut before the node at `position`."""
         return self._crossings[position]
 
     def main_value(self, position: int) -> Value:
@@ -129,6 +130,7 @@ class Chain:
         return self.main_value(position).name
 
     def candidates(self, stages: int) -> list[int]:
+        """Positions to cut at: borders of layers, or any if those are too few."""
         places = [i for i in range(1, len(self.nodes)) if self.is_place(i)]
         borders = [i for i in places if self._is_border(i)]
         return borders if len(borders) >= stages - 1 else places

@@ -47,6 +47,7 @@ class Localizer:
         return {}
 
     def node(self, node: Node) -> Node:
+        """The node with one rank's shapes and arguments."""
         local = node.substitute(self.value)
         outs = tuple([None if v is None else self.value(v) for v in node.outs])
         local = Node(local.op, local.args, local.kwargs, outs, local.location)

@@ -33,6 +33,7 @@ def loop_of_all(rows: Sequence[Row], tables: Collection[str] = ()) -> Loop | Non
 
 
 def made_by(rows: Sequence[Row]) -> dict[str, Place]:
+    """Returns where each value is produced: row, node in it, output of that."""
     return {
         v.name: (t, o, j)
         for t, row in enumerate(rows)

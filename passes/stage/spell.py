@@ -78,6 +78,7 @@ class _Speller:
 
 
 def constant(value: Any) -> str:
+    """Writes a constant as a Python expression."""
     if isinstance(value, Number):
         return value.name
     if isinstance(value, float) and value != value:
@@ -88,6 +89,7 @@ def constant(value: Any) -> str:
 
 
 def as_tuple(items: Iterable[str]) -> str:
+    """Writes a tuple of expressions."""
     texts = list(items)
     return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 

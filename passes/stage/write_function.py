@@ -12,8 +12,9 @@ from ..stage.links import find_links
 from ..stage.loop import Item, Loop, Scanned
 from ..stage.names import RESERVED, RESIDUALS
 from ..stage.spell import spell, targets
+from ..stage.statements import Statements
 from ..stage.storages import Alive
-from ..stage.write_loop import Index, LoopWriter, Statements
+from ..stage.write_loop import Index, LoopWriter
 
 
 class Function:
@@ -57,6 +58,7 @@ class Function:
         return self.names[v.name]
 
     def fresh(self, wanted: str) -> str:
+        """Returns an unused identifier close to the wanted name."""
         stem = re.sub(r"\W+", "_", wanted.partition("@")[0])
         # "0.weight" is left of a module that is one of a list, inside a layer.
         name = unused(stem if stem.isidentifier() else f"_{stem}", self.taken)

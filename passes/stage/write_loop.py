@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..graph import LAYER, Node, Value
@@ -11,6 +10,7 @@ from ..stage.hand_over import Rows
 from ..stage.links import find_links
 from ..stage.loop import Carried, Loop, Scanned, Varying, numbered, series
 from ..stage.spell import constant
+from ..stage.statements import Statements, delete, indented, only_if
 
 if TYPE_CHECKING:
     from ..stage.write_function import Function
@@ -30,6 +30,7 @@ class Index:
 
     @property
     def range(self) -> str:
+        """The iterations, as an expression."""
         last = self.keys[-1]
         low, high = min(self.first, last), max(self.first, last) + 1
         text = f"range({low}, {high})" if low else f"range({high})"
@@ -176,6 +177,7 @@ class LoopWriter:
     # --- what comes in -------------------------------------------------------------
 
     def take_scanned(self) -> None:
+        """Begins iterations with their parts of rows that an earlier loop left."""
         function, loop, index = self.function, self.loop, self.index
         taken: dict[int, tuple[Rows, dict[str, str]]] = {}
         listed = []
@@ -268,6 +270,7 @@ class LoopWriter:
             self.names[name] = self.index.text(own, start)
 
     def body(self, live_out: Collection[str]) -> list[str]:
+        """The statements of an iteration. live_out: names that are read after it."""
         stays = {one.next.name for one in self.loop.carried}.union(live_out)
         stays |= {name for name, final in self.finals.items() if final in self.after}
         function, alive, bound = self.function, self.function.alive, self.bound()
@@ -339,62 +342,3 @@ class LoopWriter:
             if final in there:
                 self.names[final] = self.names[one.value.name]
         return there
-
-
-def indented(lines: Iterable[str]) -> list[str]:
-    return ["    " + line for line in lines]
-
-
-def only_if(condition: str, *lines: str) -> list[str]:
-    return [f"if {condition}:", *indented(lines)] if condition else [*lines]
-
-
-class Statements:
-    """Statements of a body. What they let go of goes before the next one that could not
-    run beside it: so one `del` does for many.
-
-    peak: bytes that may be alive at once.
-    """
-
-    def __init__(self, peak: int) -> None:
-        self.peak = peak
-        self._lines: list[tuple[str, str]] = []  # with what they are under
-        self._dead: dict[str, tuple[int, str]] = {}
-
-    def add(self, lines: Iterable[str], level: int = 0, when: str = "") -> None:
-        """level: bytes alive while they run, of what is not let go of yet; 0: they take
-        none. when: a condition that they are under."""
-        if level and level + sum(n for n, _ in self._dead.values()) > self.peak:
-            self.end()
-        self._lines += [(when, line) for line in lines]
-
-    def free(self, names: Iterable[tuple[str, int]], when: str = "") -> None:
-        """names: with the bytes that they may keep alive. when: a condition under which
-        they are there."""
-        self._dead |= {name: (freed, when) for name, freed in names}
-
-    def again(self, names: Iterable[str]) -> None:
-        """Names that stand for something else from now on."""
-        for name in names:
-            self._dead.pop(name, None)
-
-    def end(self, of: Collection[str] | None = None) -> list[str]:
-        """Let go of all that is dead, if one of some names is."""
-        if of is None or not self._dead.keys().isdisjoint(of):
-            for when in dict.fromkeys(when for _, when in self._dead.values()):
-                own = [name for name, (_, at) in self._dead.items() if at == when]
-                self._lines += [(when, line) for line in delete(own)]
-            self._dead.clear()
-        return self.lines
-
-    @property
-    def lines(self) -> list[str]:
-        groups = groupby(self._lines, key=lambda each: each[0])
-        parts = (only_if(when, *(line for _, line in own)) for when, own in groups)
-        return [line for part in parts for line in part]
-
-
-def delete(names: Iterable[str]) -> list[str]:
-    """A statement that lets go of those that are names of locals."""
-    deleted = [name for name in dict.fromkeys(names) if name.isidentifier()]
-    return [f"del {', '.join(deleted)}"] if deleted else []

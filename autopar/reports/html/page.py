@@ -38,6 +38,7 @@ def page(plans: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page(plans: Sequence[dict[str, Any]], path: Path) -> None:
+    """Writes the page of one or two plans. Raises AutoparError if it cannot."""
     try:
         path.write_text(page(plans), encoding="utf-8", newline="\n")
     except OSError as error:

@@ -14,6 +14,7 @@ class LogError(AutoparError):
 
 
 def find_logs(folder: Path) -> list[Path]:
+    """Returns the folder's *.jsonl files, sorted."""
     return sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
 
 

@@ -28,6 +28,7 @@ class Dims:
 
     @classmethod
     def parse(cls, text: str) -> Dims:
+        """Reads a comment's `[batch/dp, seq] +tp`."""
         inner, _, after = text[1:].partition("]")
         parts = tuple(p.strip() for p in inner.split(",")) if inner.strip() else ()
         return cls(text, parts, tuple(after.split()))
@@ -142,6 +143,8 @@ def in_layer(module: str, caller: str) -> str:
 
 
 def read_module(text: str) -> Module:
+    """Parses an emitted module into statements, loops, arguments and results by
+    function."""
     lines = text.splitlines()
     functions: dict[str, list[Statement]] = {}
     loops: dict[int, Loop] = {}

@@ -35,6 +35,7 @@ def joined_on_first(
 
 
 def outcome_of(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
+    """Runs the work; returns its result, or its error as an AutoparError."""
     try:
         return work(), None
     except AutoparError as error:
@@ -52,6 +53,7 @@ def outcome_of(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
 
 
 def agreed(outcome: tuple[T, AutoparError | None]) -> T:
+    """Returns the result of an outcome, or raises its error."""
     result, error = outcome
     if error is not None:
         raise error

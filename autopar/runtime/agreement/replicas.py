@@ -256,10 +256,13 @@ class Apart:
         return cls(far, moved, (ROUNDINGS * eps) ** 2 * rounding)
 
     def exceeds(self, factor: float) -> bool:
+        """Whether replicas differ by more than `factor` of how far they moved, and
+        rounding."""
         return sqrt(self.far) > factor * sqrt(self.moved) + sqrt(self.rounding)
 
     @property
     def ratio(self) -> float:
+        """The difference relative to how far the replicas moved."""
         return sqrt(self.far / self.moved) if self.moved else inf
 
 
@@ -308,5 +311,6 @@ def parts(packed: bytes) -> list[bytes]:
 
 
 def unpack(part: bytes) -> Sketches:
+    """Reads back the sketches of one parameter."""
     numbers = array("f", part).tolist()
     return numbers[:WAYS], numbers[WAYS:]

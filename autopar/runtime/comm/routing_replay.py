@@ -56,6 +56,7 @@ class RoutingReplay:
 
     @property
     def margin(self) -> float:
+        """The largest margin between differing choices, relative to the scores."""
         return max((m for _, _, m in self.differing.values()), default=0.0)
 
 

@@ -133,6 +133,7 @@ class World:
         )
 
     def name(self, rank: int) -> str:
+        """Names a rank by its coordinates, for messages."""
         coords = ", ".join(f"{k}={v}" for k, v in self.mesh.coords(rank).items())
         return f"rank {rank} ({coords})"
 

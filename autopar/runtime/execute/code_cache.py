@@ -72,14 +72,17 @@ class CodeCache:
         self._checked = False
 
     def say(self, line: str) -> None:
+        """Logs a line."""
         LOG.warning(f"{self.who}: {line}" if self.who else line)
 
     def say_once(self, line: str) -> None:
+        """Logs a line the first time."""
         if line not in self._told:
             self._told.add(line)
             self.say(line)
 
     def refuse(self, line: str) -> None:
+        """Notes, and logs once, why something is not compiled."""
         if line not in self.refused:
             self.refused.append(line)
             self.say(line)

@@ -38,6 +38,8 @@ class Unused:
 
 
 class Cleared(Protocol):
+    """Something that can drop a failed step's state."""
+
     def leave_nothing(self) -> None: ...
 
 

@@ -22,6 +22,7 @@ class ParameterError(AutoparError):
 
 
 def kind_of(x: Tensor) -> Kind:
+    """Returns the shape, dtype and device that a program is compiled for."""
     return tuple(x.shape), x.dtype, x.device
 
 

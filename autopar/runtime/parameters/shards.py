@@ -52,6 +52,7 @@ def shard_view(
 def local_shape(
     spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
 ) -> tuple[int, ...]:
+    """Returns the shape of the shard of the rank at `coords`."""
     lengths = iter([length for _, length in spans(spec, mesh, coords)])
     shape = []
     for factors in spec.factors:
