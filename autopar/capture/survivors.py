@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import TrackedFake
 
 from autopar.capture.left_as_found import Cached, is_users
 from autopar.passes.errors import CaptureError
@@ -42,14 +43,16 @@ def only_new() -> Iterator[None]:
 
 
 def left_over() -> tuple[list[Any], set[int]]:
-    """Fake tensors that more than the nodes of captured graphs hold, and the ids of the
-    dicts in which these do. Within `only_new`: of what was made since."""
+    """Fake tensors that more than captured graphs hold (their nodes, and torch's list
+    of their inputs), and the ids of the dicts in which nodes do. Within `only_new`: of
+    what was made since."""
     gc.collect()
     alive = gc.get_objects()
     metas = [x.meta for x in alive if type(x) is fx.Node]
     held: Counter[int] = Counter()
     for value in (v for meta in metas for v in meta.values()):
         held.update(map(id, value if isinstance(value, list | tuple) else (value,)))
+    held.update(id(x.fake) for x in alive if type(x) is TrackedFake)
     probe = object()
     one, *tensors = [probe, *(x for x in alive if isinstance(x, FakeTensor))]
     del alive, probe
