@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WHOLE, SMALL = "whole", "small"
+NUMBERS, CALLS = "numbers", "calls"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,32 @@ class CutShort:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """How the captured graph was compared with the untouched model. by: NUMBERS, a
+    step of both in float64, or CALLS, what the model calls of torch, eagerly and while
+    it is captured; "": not at all, for the reason `why`. compared: so many losses and
+    gradients, or calls. worst, error: the value that is furthest off, relative.
+    layers: how many of how many were run; (0, 0): all."""
+
+    by: str = ""
+    compared: int = 0
+    worst: str = ""
+    error: float = 0.0
+    layers: tuple[int, int] = (0, 0)
+    why: str = "a plan of an earlier version"
+
+    def __str__(self) -> str:
+        kept, every = self.layers
+        layers = f" of {kept} of {every} layers" if every > kept else ""
+        if self.by == NUMBERS:
+            text = f"{self.compared} values, worst '{self.worst}' {self.error:.0e}"
+            return f"captured as the model computes{layers}: {text}"
+        if self.by == CALLS:
+            return f"captured as the model runs: {self.compared} calls{layers}"
+        return f"not compared with the model itself: {self.why}"
+
+
+@dataclass(frozen=True)
 class Proof:
     """size: "whole", the program itself was run; "small", one that differs from it in
     its numbers alone. mesh, microbatches, ranks: of what was run. worst, error: the
@@ -38,7 +65,7 @@ class Proof:
     bitwise. sizes: extents, large -> small. layers: how many of how many were run.
     texts: the distinct modules that were found to be small ones but for numbers.
     cut_short: those of them that did not run to their end at their own size, of which
-    the rest is proved small only.
+    the rest is proved small only. model: how the graph was compared with the model.
     """
 
     size: str
@@ -56,6 +83,7 @@ class Proof:
     texts: int = 0
     restored: int = 0
     cut_short: tuple[CutShort, ...] = ()
+    model: Beside = Beside()
 
     @property
     def passed(self) -> bool:
@@ -65,6 +93,9 @@ class Proof:
         return asdict(self)
 
     def __str__(self) -> str:
+        return f"{self._of_ranks()}; {self.model}"
+
+    def _of_ranks(self) -> str:
         compared = (
             f"{self.compared} values of 2 steps and an update, worst '{self.worst}' "
             f"{self.error:.0e}; {self.restored} tensors saved and loaded"

@@ -204,7 +204,7 @@ def _expect(
 @dataclass(frozen=True)
 class _Step:
     """One step of the model, that can be run again with the choices that it made.
-    values: of parameters and buffers. limits: see `_Limits`."""
+    values: of parameters and buffers. limits: see `Limits`."""
 
     subject: Subject
     batch: Mapping[str, Any]
@@ -247,7 +247,7 @@ class _Step:
         """dtype: what the model runs in."""
         subject, replay = self.subject, RoutingReplay(self.made)
         model, loss_fn = subject.model, subject.loss_fn
-        with _Limits(self.limits):
+        with Limits(self.limits):
             step = reference_step(
                 model, batch, loss_fn, self.key, dtype, Choosing(replay)
             )
@@ -261,12 +261,12 @@ class _Step:
         """The loss without dropout, where there is dropout."""
         if dtype or not self.subject.evaluates:
             return None
-        limits = _Limits(self.limits)
+        limits = Limits(self.limits)
         with OurChance(None), limits, choosing, torch.no_grad():
             return loss_of(self.subject.model, batch, self.subject.loss_fn)
 
 
-class _Limits(TorchFunctionMode):
+class Limits(TorchFunctionMode):
     """Tells a model the limits of dtypes that it asks for, and norms without an eps,
     which have another one for each. recorded: in order, of which dtypes, whatever is
     computed in now; None: of the dtype that it is. told: the same, as noted."""
@@ -304,7 +304,7 @@ class _Limits(TorchFunctionMode):
         return func(*args, **keywords)
 
 
-class _Seen(_Limits):
+class _Seen(Limits):
     """Notes in which precision, at least, a model computes what it differentiates: one
     in float64 may have norms or a router in float32."""
 

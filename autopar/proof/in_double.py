@@ -39,6 +39,26 @@ def tree_in_double(tree: Any) -> Any:
     return tree_map(leaf, tree)
 
 
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any, **named: Any
+) -> Tensor:
+    """Products of groups, as `aten._grouped_mm` has them, which takes no float64: of
+    rows (2D x 3D), columns (3D x 2D), or what is summed over (2D x 2D); groups end at
+    `offs`. What is in none is 0."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    spans = [slice(*span) for span in zip([0, *ends], ends, strict=False)]
+    if a.ndim == b.ndim == 2:
+        return torch.stack([a[:, span] @ b[span] for span in spans])
+    if a.ndim == 2:
+        rows = [a[span] @ b[group] for group, span in enumerate(spans)]
+        return torch.cat([*rows, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
+    columns = [a[group] @ b[:, span] for group, span in enumerate(spans)]
+    rest = a.new_zeros(a.shape[1], b.shape[1] - ends[-1])
+    return torch.cat([*columns, rest], dim=1)
+
+
 def program_in_double(program: Program) -> Program:
     """The same program, with every real number in float64. Casts stay, as copies."""
 

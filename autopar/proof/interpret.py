@@ -14,9 +14,8 @@ from torch import Tensor
 
 from autopar.passes.capture.trace import Traced
 from autopar.passes.graph import Node, Value, resolve
-from autopar.passes.ops.experts import expert_linear
 from autopar.passes.ops.random import DRAWN
-from autopar.proof.in_double import in_double, tree_in_double
+from autopar.proof.in_double import grouped_mm, in_double, tree_in_double
 from autopar.proof.reference import OurChance
 
 # Checks of the capture, and where a result would be.
@@ -51,7 +50,7 @@ def run_graph(
                 held.pop(name, None)
         loss = held[graph.outputs[0].name]
         leaves = [held[name] for name in wanted]
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
     gradients_of = {
         name: torch.zeros_like(x) if g is None else g
         for name, x, g in zip(wanted, leaves, grads, strict=True)
@@ -70,8 +69,8 @@ def _run(node: Node, held: Mapping[str, Tensor], chance: OurChance) -> Any:
         return chance.dropout(*args, **kwargs)
     if name == "aten.topk":  # as a model calls it: its choices may be told
         return torch.topk(*args, **kwargs)
-    if name == "aten._grouped_mm":  # which takes no float64
-        return _grouped(*args, **kwargs)
+    if name == "aten._grouped_mm":
+        return grouped_mm(*args, **kwargs)
     if name == "aten.copy":  # of which torch knows no derivative
         return args[1].to(args[0].dtype).expand_as(args[0])
     op: Any = resolve(node.op)
@@ -80,17 +79,6 @@ def _run(node: Node, held: Mapping[str, Tensor], chance: OurChance) -> Any:
     if name == "aten.scaled_dot_product_attention":
         return chance.attention(op, *args, **kwargs)
     return op(*args, **kwargs)
-
-
-def _grouped(
-    x: Tensor, weight: Tensor, offs: Tensor | None = None, *others: Any, **named: Any
-) -> Tensor:
-    """Rows times the weights of their experts, which end at `offs`."""
-    if offs is None or x.ndim != 2 or weight.ndim != 3:
-        raise ValueError("a product of groups that no model is known to have")
-    rows = torch.arange(len(x), dtype=offs.dtype, device=offs.device)
-    expert = torch.searchsorted(offs, rows, right=True)
-    return expert_linear(x, expert, weight.mT)
 
 
 def _last_uses(traced: Traced) -> dict[int, Collection[str]]:

@@ -35,7 +35,7 @@ from autopar.passes.proof.shrink import Shrinker
 from autopar.proof.chosen_layers import find_chosen_layers
 from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.interpret import run_graph
-from autopar.proof.prove_program import draw_buffers
+from autopar.proof.values import real_values, values_of_buffers
 
 # Rows and columns of the short batch, and how many more the longer one has. Extents as
 # small are not changed where others are made small.
@@ -86,8 +86,7 @@ def find_fills(
     few = find_chosen_layers(model, program)
     with only_layers(model, few.path, few.order):
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
-        real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        like = {n: x.detach().cpu() for n, x in real.items() if not x.is_meta}
+        like = {name: x.cpu() for name, x in real_values(model).items()}
     (short, _), (longer, held) = (_small(traced, like) for traced in captured)
     if longer.graph.params != short.graph.params:
         raise BatchError("what it computes with depends on the batch's shape", fix=FIX)
@@ -138,7 +137,7 @@ def _small(
         traced = shrinker.graph(traced)
         known = {v.name for v in graph.buffers}
         like = {n: shrinker.tensor(n, x) for n, x in like.items() if n in known}
-    return traced, draw_buffers(traced.graph.buffers, like, 0)
+    return traced, values_of_buffers(traced.graph.buffers, like, 0)
 
 
 def _candidates(traced: Traced, ranges: Mapping[str, InputRange]) -> Iterator[Fills]:

@@ -9,7 +9,7 @@ small one but for its numbers (`passes.proof.transfer`), and run without numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.own_modes import on_cpu
-from autopar.passes.capture.input_ranges import find_input_ranges
 from autopar.passes.capture.trace import Traced
 from autopar.passes.errors import AutoparError
-from autopar.passes.graph import Value
 from autopar.passes.mesh import TIME
 from autopar.passes.program import Program
 from autopar.passes.proof.same_specs import find_other_spec
@@ -29,8 +27,13 @@ from autopar.passes.proof.shrink_plan import StageLayers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.passes.proof_record import SMALL, WHOLE, Proof
 from autopar.progress import tell
+from autopar.proof.beside_model import (
+    LITTLE,
+    TOLERANCE,
+    Untouched,
+    run_beside_model,
+)
 from autopar.proof.differences import result_of_model
-from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.expected import Expected
 from autopar.proof.full_size import check_full_size
 from autopar.proof.in_double import program_in_double, tree_in_double
@@ -40,17 +43,13 @@ from autopar.proof.reference_runs import Arithmetic, ReferenceRuns, default_dtyp
 from autopar.proof.run_beside import prove as run_beside
 from autopar.proof.small import Runnable, make_small, whole
 from autopar.proof.update import update_whole
+from autopar.proof.values import STEPS, draw_values, values_of_buffers
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.comm import CommError
 
-# Rounding of float64, through some thousand operations.
-TOLERANCE = 1e-9
-# What is run as it is: so many floating point operations of a forward, of all ranks,
-# of which there are not many; and what is, if it cannot be made small.
-LITTLE, RANKS, MUCH = 1e8, 16, 1e11
-STEPS = 2
-DRAWS = 3  # of weights and batches, until the model gives finite numbers
-
+# What is run as it is: LITTLE floating point operations of a forward, of all ranks, of
+# which there are not many; and what is, if it cannot be made small.
+RANKS, MUCH = 16, 1e11
 
 WITHOUT = (
     "compile a smaller model of the kind, verify that, and this one with prove=False "
@@ -71,7 +70,8 @@ def prove_program(
     loss_fn: Callable[..., Any] | None = None,
     seed: int = 0,
 ) -> Proof:
-    """Prove that a program computes what its captured model does.
+    """Prove that a program computes what its captured model does, and that this is what
+    the model itself does, see `run_beside_model`.
 
     Two steps are compared, with drawn weights and batches: losses, every gradient, what
     else the model returns, what replicas hold, the norm of all gradients, the loss
@@ -79,6 +79,20 @@ def prove_program(
     them; a checkpoint must come back.
     Raises VerificationFailed where it does not, NotProved where that cannot be told.
     """
+    untouched = Untouched(model, batch, loss_fn, program.plan.lowering)
+    beside = run_beside_model(untouched, traced, program.forward_flops, seed)
+    proof = _prove(program, model, batch, traced, loss_fn, seed)
+    return replace(proof, model=beside)
+
+
+def _prove(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    traced: Traced,
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+) -> Proof:
     flops = program.forward_flops
     if flops <= LITTLE and program.mesh.size <= RANKS:
         return _prove_whole(program, model, traced, batch, seed)
@@ -172,7 +186,7 @@ def expect(
 ) -> list[Expected]:
     """Two steps of the captured graph, in float64. Raises NotProved."""
     tell("proof: the captured model")
-    buffers = draw_buffers(runnable.traced.graph.buffers, runnable.like, seed)
+    buffers = values_of_buffers(runnable.traced.graph.buffers, runnable.like, seed)
     held = tree_in_double(buffers)
     with default_dtype(torch.float64):
         return [
@@ -205,7 +219,10 @@ def _expect(
     """What the captured graph computes, with what is drawn for it."""
     traced, key = runnable.traced, (seed << 32) + number
     problem = "it gives no finite numbers"
-    for weights, inputs in _values(runnable, batch, seed, number):
+    drawn = draw_values(
+        traced.graph, runnable.like, batch, seed + number, not runnable.sizes
+    )
+    for weights, inputs in drawn:
         values = {**inputs, **weights, **buffers, **traced.literals}
         try:
             results = run_graph(traced, values, key)
@@ -255,47 +272,6 @@ def _run_reference(
         results = run_graph(runnable.traced, values, key)
         evaluated = _evaluated(runnable, values)
         return result_of_model(*results[:2], evaluated, outputs=results[2])
-
-
-ByName = dict[str, Tensor]
-
-
-def _values(
-    runnable: Runnable, batch: Mapping[str, Any], seed: int, number: int
-) -> Iterator[tuple[ByName, ByName]]:
-    """Weights and batches to compare on: drawn ones, of which the first has a sample
-    without labels, and a query that sees nothing; then those given, if they fit."""
-    graph = runnable.traced.graph
-    inputs, params = _specs(graph.inputs), _specs(graph.params)
-    ranges = find_input_ranges(graph)
-    real = {
-        name: x.cpu()
-        for name, x in batch.items()
-        if isinstance(x, Tensor) and not x.is_meta
-    }
-    for draw in range(DRAWS):
-        # Even numbers for one step, odd ones for the next: see `draw_batch`.
-        chosen, gentle = seed + number + STEPS * draw, bool(number or draw)
-        weights = draw_parameters(params, chosen, runnable.like)
-        yield weights, draw_batch(inputs, ranges, chosen, real, gentle=gentle)
-    if runnable.sizes or not set(inputs) <= set(real):
-        return
-    yield weights, real
-    if set(params) <= set(runnable.like):
-        yield {name: runnable.like[name] for name in params}, real
-
-
-def _specs(values: tuple[Value, ...]) -> dict[str, Any]:
-    return {v.name: (v.shape, v.dtype) for v in values}
-
-
-def draw_buffers(
-    values: tuple[Value, ...], like: Mapping[str, Tensor], seed: int
-) -> dict[str, Tensor]:
-    """Buffers as the model has them; those without values are drawn."""
-    missing = {v.name: (v.shape, v.dtype) for v in values if v.name not in like}
-    drawn = draw_batch(missing, {}, seed)
-    return {v.name: like.get(v.name, drawn.get(v.name, torch.empty(0))) for v in values}
 
 
 # --- what it stands for -------------------------------------------------------

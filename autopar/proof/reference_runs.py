@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from autopar.passes.ops.op import selects
 from autopar.proof.chance import generator_of, uniform
 from autopar.proof.differences import differences
-from autopar.proof.in_double import in_double, tree_in_double
+from autopar.proof.in_double import grouped_mm, in_double, tree_in_double
 from autopar.proof.ranks import StepResult
 
 # Of roundings; more of them where fewer explain too little: a unit of ReLU that is 0
@@ -98,14 +98,16 @@ class Arithmetic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        operands = (args, kwargs or {})
+        operands, run = (args, kwargs or {}), func
         if self.double:
             if func is torch.ops.aten.lift_fresh.default:
                 # A number in the model's source: programs have it as it was captured.
                 x = args[0]
                 return in_double(x.float() if x.dtype is torch.float64 else x)
             operands = tree_in_double(operands)
-        result = func(*operands[0], **operands[1])
+            if func is torch.ops.aten._grouped_mm.default:
+                run = grouped_mm
+        result = run(*operands[0], **operands[1])
         name = func.overloadpacket.__name__.removesuffix("_")
         if self.generator is None or func.is_view or selects(f"aten.{name}"):
             return result

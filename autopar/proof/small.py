@@ -32,6 +32,7 @@ from autopar.passes.proof.shrink_plan import (
 )
 from autopar.passes.shard.propagate import propagate
 from autopar.proof.chosen_layers import find_chosen_layers
+from autopar.proof.values import real_values
 
 MESHES = 8  # that are looked at for small extents
 
@@ -58,7 +59,7 @@ class Runnable:
 def whole(program: Program, model: nn.Module, traced: Traced) -> Runnable:
     """The program as it is."""
     every = ChosenLayers("", tuple(range(len(program.stages))), ())
-    like = {name: x.cpu() for name, x in _real_values(model).items()}
+    like = {name: x.cpu() for name, x in real_values(model).items()}
     return Runnable(traced, program, like, every, {})
 
 
@@ -77,7 +78,7 @@ def make_small(
         wanted = list(program.outputs)[program.metrics :]
         how = (program.plan.lowering, wanted, program.metrics > 0)
         traced = capture_model(model, batch, loss_fn, *how)
-        like = _real_values(model)
+        like = real_values(model)
     plan = program.plan
     large = {TIME: plan.microbatches, **dict(plan.mesh.axes)}
     splits = _find_splits(
@@ -129,9 +130,3 @@ def _stages(plan: Plan, few: ChosenLayers) -> dict[str, int]:
 def _find_splits(traced: Traced, plan: Plan) -> Mapping[int, frozenset[Any]]:
     lowered = lower_precision(traced, tables=bool(plan.parameter_axes))
     return find_splits(propagate(name_dims(normalize(lowered)), plan))
-
-
-def _real_values(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that have values, by name."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: x.detach() for name, x in named.items() if not x.is_meta}

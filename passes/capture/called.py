@@ -31,7 +31,7 @@ class Calls(TorchFunctionMode):
     by their names in it.
     """
 
-    def __init__(self, model: nn.Module, path: str) -> None:
+    def __init__(self, model: nn.Module, path: str = "") -> None:
         super().__init__()
         self.model, self.path = model, path
         self.parts: list[list[Call]] = [[]]
@@ -92,14 +92,20 @@ class Calls(TorchFunctionMode):
         return "model", name
 
     @contextlib.contextmanager
-    def layer_by_layer(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around a forward. Raises: NotInOrder."""
+    def in_one(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
+        """Around a forward that is a single part, whatever layers it has."""
         for named in (self.model.named_parameters, self.model.named_buffers):
             for name, x in named(remove_duplicate=False):
                 self.names.setdefault(id(x), name)
                 self.versions[id(x)] = x._version
         for name, x in batch.items():
             self.names[id(x)], self.versions[id(x)] = f"batch {name}", x._version
+        with self, self.regions_noted():
+            yield
+
+    @contextlib.contextmanager
+    def layer_by_layer(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
+        """Around a forward. Raises: NotInOrder."""
         layers = list(self.model.get_submodule(self.path).children())
         handles = [
             layer.register_forward_pre_hook(self.beginning(FIRST + i))
@@ -108,7 +114,7 @@ class Calls(TorchFunctionMode):
         behind = FIRST + len(layers)
         handles.append(layers[-1].register_forward_hook(self.beginning(behind)))
         try:
-            with self, self.regions_noted():
+            with self.in_one(batch):
                 yield
         finally:
             for handle in handles:

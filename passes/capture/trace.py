@@ -245,6 +245,7 @@ def run_without_data(
         parameters_in(model, precision),
         on_fake_tensors(wrapper, tensors, META if meta else device, True) as examples,
         autocast(precision, device.type),
+        shapes_of_grouped_products(),
         watch(examples),
     ):
         returned = wrapper(examples)

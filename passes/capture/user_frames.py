@@ -12,7 +12,8 @@ import torch
 
 JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 TORCH = os.path.dirname(torch.__file__) + os.sep
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PASSES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OURS = os.path.dirname(PASSES) + os.sep
 # Methods of tensors that Python has, and what hands calls of them to modes.
 HANDS_ON = (OURS, f"{TORCH}_tensor.py", f"{TORCH}overrides.py")
 
