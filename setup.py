@@ -29,6 +29,7 @@ setup(
     install_requires=[
         f"torch>=2.11,<{end}",
         "numpy>=1.26",  # torch warns at import without it
+        "networkx>=3.1",
         "sympy>=1.13",
         "tabulate>=0.9",
         "tomli>=2; python_version < '3.11'",

@@ -19,7 +19,6 @@ from ..graph import Node, Value
 from ..ops.memory import find_owners
 from ..ops.op import is_view
 from ..ops.rules import is_fusable, is_pointwise
-from ..recompute.minimum_cut import minimum_cut
 
 SOURCE, SINK = -1, -2
 
@@ -121,6 +120,12 @@ def _minimum_cut(
 ) -> frozenset[int]:
     """The ends, on the sink's side, of a network of values: the i-th enters at 2i and
     leaves at 2i + 1, as wide as that; what else is open has no end of width."""
-    edges = dict.fromkeys(open_to, math.inf)
-    edges |= {(2 * i, 2 * i + 1): width for i, width in enumerate(widths)}
-    return minimum_cut(edges, SOURCE, SINK)
+    import networkx as nx  # takes a quarter of a second, and not every plan needs it
+
+    net = nx.DiGraph()
+    net.add_nodes_from((SOURCE, SINK))
+    for i, width in enumerate(widths):
+        net.add_edge(2 * i, 2 * i + 1, capacity=width)
+    net.add_edges_from(open_to)  # without a capacity there is none to exceed
+    _, (_, beyond) = nx.minimum_cut(net, SOURCE, SINK)
+    return frozenset(beyond)
