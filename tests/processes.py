@@ -8,6 +8,7 @@ milliseconds. (Forks of the test's own process hang once it used OpenMP.)
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import subprocess
@@ -31,21 +32,20 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 ENVIRONMENT |= {"PYTHONDONTWRITEBYTECODE": ""}  # or each process compiles it all again
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "autopar.compiler",
-        "autopar.step",
-        "autopar.verify",
-        "pytest",
-        # What is imported, in a second or two each, when something is first called:
-        "torch._dynamo",  # by an optimizer
-        "torch.distributed.tensor",  # by assert_close
-        "torch.export._trace",  # by torch.export.export
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.llama.modeling_llama",
-    ]
-)
+PRELOADED = [
+    "autopar.compiler",
+    "autopar.step",
+    "autopar.verify",
+    "pytest",
+    # What is imported, in a second or two each, when something is first called:
+    "torch._dynamo",  # by an optimizer
+    "torch.distributed.tensor",  # by assert_close
+    "torch.export._trace",  # by torch.export.export
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
+_SERVER.set_forkserver_preload(PRELOADED)
 
 
 class RankFailed(Exception):
@@ -157,6 +157,8 @@ def _run_rank(
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # what is loaded holds no garbage
+    gc.set_threshold(100_000, 50, 100)
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     timeout = timedelta(seconds=seconds)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from processes import RankFailed, collect, run_ranks
+from processes import PRELOADED, RankFailed, collect, run_ranks
 
 
 def fail(how: Callable[[], None]) -> None:
@@ -22,6 +23,16 @@ def raise_error() -> None:
 
 def die() -> None:
     os._exit(3)
+
+
+def missing() -> list[str]:
+    return [name for name in PRELOADED if name not in sys.modules]
+
+
+@pytest.mark.slow
+def test_ranks_begin_with_what_takes_long_to_import() -> None:
+    """A server has one list of modules, which nothing else that tests import sets."""
+    assert run_ranks(missing, 1) == [[]]
 
 
 @pytest.mark.slow

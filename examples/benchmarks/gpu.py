@@ -44,9 +44,7 @@ KERNELS += ["-p", "no:cacheprovider", "tests/test_kernels.py"]
 KERNELS_SECONDS = 90.0
 # A fork of a process that may have looked for GPUs cannot use them.
 _PROCESSES = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_PROCESSES.set_forkserver_preload(
-    ["examples.benchmarks.gpu_runs", "torch._dynamo", "torch.export._trace"]
-)
+PRELOAD = ["examples.benchmarks.gpu_runs", "torch._dynamo", "torch.export._trace"]
 
 
 @dataclass(frozen=True)
@@ -197,6 +195,7 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS), help="to train the models")
     parser.add_argument("--json", type=Path, help="a file for what was measured")
     options = parser.parse_args()
+    _PROCESSES.set_forkserver_preload(PRELOAD)
     if options.tiny:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not torch.cuda.is_available():
