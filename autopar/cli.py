@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
+        if error.errno is None:  # raised by hand, and not the system's
+            raise
         file = f"'{error.filename}': " if error.filename is not None else ""
         print(
             f"{_named()} {file}{error.strerror or error}\n"

@@ -13,15 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from autopar.passes.errors import AutoparError
+from autopar.runtime.launch.guarded import Terminated, guarded
 from autopar.runtime.launch.nodes import Node
 from autopar.runtime.launch.watchdog import (
     BEAT,
     EXIT,
     NO_LAUNCHER,
     TOLD,
-    Terminated,
     Watchdog,
-    guarded,
 )
 
 NO_STORE = "rank 0 does not answer (killed or hung?)"  # it keeps it, without torchrun
@@ -142,6 +141,11 @@ def test_a_rank_that_is_stuck_is_ended(
 class LostStore:
     """The store of a launcher that was killed."""
 
+    def clone(self) -> LostStore:
+        return self
+
+    def set(self, key: str, value: str) -> None: ...
+
     def add(self, key: str, amount: int) -> int:
         raise dist.DistNetworkError("Connection reset by peer")
 
@@ -164,7 +168,7 @@ def test_who_kept_the_store_is_told(
 
     def body() -> None:
         watchdogs[0].store = LostStore()
-        raise RuntimeError("Connection closed by peer")
+        raise dist.DistNetworkError("Connection closed by peer")
 
     assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == f"\nautopar: {NO_STORE}\n"
@@ -195,6 +199,35 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
         assert left.get(timeout=30) == EXIT
         silent.cut.set()
     assert capsys.readouterr().err == f"\nautopar: {NO_STORE}\n"
+
+
+def test_in_a_script_ranks_that_are_silent_or_gone_end_no_others(
+    store: dist.Store, clock: Clock
+) -> None:
+    """A rank may be busy, or at its end; so may be the one that has the store."""
+    ranks = [Watchdog(store, rank, 3, to_the_end=False) for rank in range(3)]
+    clock.living = ranks
+    clock.sleep(BEAT)
+    clock.living = ranks[:1]
+    for _ in range(200):
+        clock.sleep(BEAT)
+    assert ranks[0]._beat() is None
+    assert ranks[0].reason() == "rank 1, rank 2 do not answer (killed or hung?)"
+    with Watchdog(LostStore(), 0, 3, to_the_end=False, grace=0.1) as watchdog:  # type: ignore[arg-type]
+        watchdog._threads[0].join(30)
+        assert not watchdog._threads[0].is_alive() and watchdog._failure is None
+
+
+def test_in_a_script_a_rank_that_others_wait_for_in_vain_is_named(
+    store: dist.Store, clock: Clock
+) -> None:
+    ranks = [Watchdog(store, rank, 3, to_the_end=False) for rank in range(3)]
+    for each in ranks:
+        each.tell_node()
+    ranks[1].note_left()
+    said = ranks[0].reason()
+    assert said is not None and said.startswith("rank 1 ended while others still wait")
+    assert ranks[2]._said() == said == ranks[0].left()
 
 
 @pytest.fixture
@@ -254,7 +287,7 @@ def test_ranks_that_would_fail_again_are_not_started_again(
         raise AutoparError("no plan fits", fix="use 4 devices")
 
     def lost() -> None:
-        raise RuntimeError("Connection closed by peer")
+        raise dist.DistNetworkError("Connection closed by peer")
 
     assert guarded(watchdogs[0], infeasible) == 2
     assert guarded(watchdogs[1], lost) == EXIT
@@ -268,7 +301,7 @@ def test_ranks_that_lost_another_are_started_again(
 
     def lost() -> None:
         watchdogs[1].publish("OutOfMemoryError")
-        raise RuntimeError("Connection closed by peer")
+        raise dist.DistNetworkError("Connection closed by peer")
 
     assert guarded(watchdogs[0], lost) == EXIT and not ended
 
@@ -279,7 +312,7 @@ def test_an_error_of_another_rank_is_told(
 ) -> None:
     def body() -> None:
         watchdogs[1].publish("KeyError: 'x'")
-        raise RuntimeError("Connection closed by peer")
+        raise dist.DistNetworkError("Connection closed by peer")
 
     assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == "\nautopar: rank 1 failed: KeyError: 'x'\n"

@@ -26,11 +26,12 @@ from autopar.planner.planned import mesh_of
 from autopar.plans.store import COMPILED, StoredPlan
 from autopar.runtime.agreement.fail_together import on_first
 from autopar.runtime.launch.first_then_all import first_then_all
+from autopar.runtime.launch.guarded import guarded
 from autopar.runtime.launch.join import choose_backend
 from autopar.runtime.launch.meet import meet, open_store
 from autopar.runtime.launch.nodes import check_launch, starts_again, torchrun_for
 from autopar.runtime.launch.spare import await_end, end_spares
-from autopar.runtime.launch.watchdog import Watchdog, guarded
+from autopar.runtime.launch.watchdog import Watchdog
 from autopar.step import Step
 from autopar.terminal import command
 from autopar.training.evaluation import Evaluation

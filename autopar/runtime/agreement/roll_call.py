@@ -116,7 +116,10 @@ class RollCall:
         try:
             yield
         except RuntimeError:
-            call.explain()
+            try:
+                call.explain()
+            except RanksDisagree as why:
+                raise why from None  # gloo's own words only hide it
             raise
         call.finish()
 

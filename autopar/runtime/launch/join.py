@@ -18,6 +18,7 @@ from autopar.runtime.agreement.arrivals import await_all
 from autopar.runtime.agreement.roll_call import ranks_text
 from autopar.runtime.launch.meet import meet, open_store
 from autopar.runtime.launch.nodes import RANK, this_node, torchrun_for
+from autopar.runtime.launch.uncaught import leave, watch
 
 COMPILE = "autopar.compile()"
 
@@ -41,6 +42,7 @@ def join(caller: str, size: int, timeout: timedelta) -> None:
         await_here(COMPILE, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world > 1:
+        watch()
         atexit.unregister(_leave)  # of an earlier step
         atexit.register(_leave)
     if world != size:
@@ -68,6 +70,7 @@ def _leave() -> None:
     them after the interpreter is gone, the process aborts. After an error of the
     user's, peers may never answer, and the end must not wait for them.
     """
+    leave()
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 

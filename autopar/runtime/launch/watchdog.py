@@ -4,7 +4,8 @@ A rank that dies takes the others with it, by errors and timeouts that do not na
 So a rank that raises writes that to the store of the process group, every rank counts
 up a number there twice a second, and who is left reads both. Works for processes that
 were killed, as long as the store lives: under torchrun it belongs to the launcher. When
-that is killed, ranks end too.
+that is killed, ranks end too. A script of the user's own is watched as well, see
+`autopar.runtime.launch.uncaught`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 
-from autopar.passes.errors import AutoparError
 from autopar.runtime.launch.meet import first_line, of_agent
 from autopar.runtime.launch.nodes import Node, starts_again, this_node
 
@@ -31,7 +32,10 @@ NO_LAUNCHER = "torchrun{} is gone or out of reach, and so its ranks stop"
 TOLD = "torchrun ends this run"
 FINAL = "autopar/final"  # whether a failure would come again
 ENDED = "autopar/ended"  # ranks that were told to end, in order
+LEFT = "autopar/left"  # ranks of a user's script that came to its end
 EXIT = 13  # status of a rank that stops because of another one
+# Modules in which a rank waits for others.
+COMMUNICATION = ("torch.distributed.", "autopar.runtime.comm.")
 
 
 class Watchdog:
@@ -43,7 +47,12 @@ class Watchdog:
     a machine without power, or beyond a network that is cut, no connection ever breaks.
     grace: seconds after a failure elsewhere, until a rank stuck in a call that does not
     return is ended, by `leave`.
+    to_the_end: whether ranks work together until all are done. Those of a user's script
+    do not: one may end before others, and with it the store, or be busy for so long
+    that it seems dead. It is ended where a failure was told, or its torchrun is gone.
     """
+
+    at_work: ClassVar[Watchdog | None] = None  # in this process
 
     def __init__(
         self,
@@ -56,12 +65,13 @@ class Watchdog:
         grace: float = 5.0,
         leave: Callable[[int], object] = os._exit,
         node: Node | None = None,
+        to_the_end: bool = True,
     ) -> None:
         # Who waits for something in a store keeps all others off its connection.
         self.store = store.clone()
         self.rank, self.world = rank, world
         self.silence, self.patience, self.grace = silence, patience, grace
-        self._leave = leave
+        self._leave, self.to_the_end = leave, to_the_end
         self.node = node or this_node()
         self._parent = os.getppid()
         self._seen, self._since = 0, time.monotonic()  # of the next rank
@@ -70,6 +80,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._answered = time.monotonic()  # when the store last did
         self._failure: str | None = None
+        self._complained = set[str]()
         # One is in the store, which may never answer; the other is not.
         self._threads = [
             threading.Thread(target=target, daemon=True)
@@ -77,13 +88,21 @@ class Watchdog:
         ]
 
     def __enter__(self) -> Watchdog:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        Watchdog.at_work = self
         self.tell_node()
         self._answered = time.monotonic()
         for thread in self._threads:
             thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        Watchdog.at_work = None
         self._stop.set()
         # Not without it: a thread that is in the store when Python ends aborts it.
         asking, watching = self._threads
@@ -95,6 +114,15 @@ class Watchdog:
     def publish(self, message: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
         self.agree(f"rank {self.rank}{self.node.on} failed: {message}")
+
+    def cause(self, error: BaseException) -> str | None:
+        """What failed elsewhere, and this rank by it; None: the error began here, which
+        the others are told."""
+        if of_communication(error) and (message := self.reason()) is not None:
+            return message
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self.publish("interrupted" if interrupted else first_line(error))
+        return None
 
     def give_up(self) -> None:
         """Tell all ranks that they would fail again: no torchrun is to start them."""
@@ -126,6 +154,8 @@ class Watchdog:
             while time.monotonic() < deadline:
                 if (message := self._said()) is not None:
                     return message
+                if (message := self.left()) is not None:
+                    return self.agree(message)
                 time.sleep(BEAT / 2)
             after = self._all_beats()
             # One that never beat has not started, and may only be slow.
@@ -169,14 +199,37 @@ class Watchdog:
         if self.rank not in self._told():
             self.store.append(ENDED, f"{self.rank} ")
 
+    def note_left(self) -> None:
+        """Tell the others that this rank came to the end of its script."""
+        with suppress(RuntimeError):  # without a store there are no others
+            self.store.append(LEFT, f"{self.rank} ")
+
+    def left(self) -> str | None:
+        """Which ranks have ended, if any did."""
+        with suppress(RuntimeError):
+            if ranks := self._listed(LEFT):
+                return (
+                    f"{self._named(ranks)} ended while others still wait for it\n"
+                    "  fix  call the step as often on all ranks: step.batches(loader) "
+                    "gives each as many batches"
+                )
+        return None
+
     def _told(self) -> list[int]:
         """The ranks that were told to end."""
-        if not self.store.check([ENDED]):
+        return self._listed(ENDED)
+
+    def _listed(self, key: str) -> list[int]:
+        """The ranks that were appended to a key."""
+        if not self.store.check([key]):
             return []
-        return sorted({int(rank) for rank in self.store.get(ENDED).split()})
+        return sorted({int(rank) for rank in self.store.get(key).split()})
 
     def complain(self, message: str) -> None:
         """Print a failure to stderr: each node once, each rank without a store."""
+        if message in self._complained:
+            return
+        self._complained.add(message)
         try:
             first = self.store.add(f"autopar/printed/{self.node.number}", 1) == 1
         except RuntimeError:
@@ -225,19 +278,24 @@ class Watchdog:
     # --- the threads ---------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Beat until there is a failure."""
+        """Beat until there is a failure, and tell it."""
         while self._failure is None and not self._stop.wait(BEAT):
             try:
                 self._failure = self._beat()
             except RuntimeError:
+                if not self.to_the_end:
+                    return  # who kept it has ended
                 self._failure = self._no_store()
             self._answered = time.monotonic()
+        if self._failure is not None and not self._stop.is_set():
+            self.complain(self._failure)
 
     def _watch(self) -> None:
         """End this rank if it does not end by itself, after a failure or without word
         of the store."""
         while self._failure is None and not self._stop.wait(BEAT):
-            if time.monotonic() - self._answered > self.patience:
+            late = time.monotonic() - self._answered
+            if self.to_the_end and late > self.patience:
                 self._failure = self._no_store()
         # The main thread has time to fail by itself, or to end if all is over.
         if self._failure is not None and not self._stop.wait(self.grace):
@@ -254,9 +312,12 @@ class Watchdog:
         self.store.add(f"autopar/beat/{self.rank}", 1)
         if self.signals is not None and _pending(self.signals):
             self.note_end()
-        if os.getppid() != self._parent:
+        launched = self.to_the_end or dist.is_torchelastic_launched()
+        if launched and os.getppid() != self._parent:
             # Its ranks are in sessions of their own, and nobody ends them.
             return self.agree(NO_LAUNCHER.format(self.node.on))
+        if not self.to_the_end:
+            return self._said()
         neighbour = (self.rank + 1) % self.world
         beat, now = self._beats([neighbour])[neighbour], time.monotonic()
         # One that never beat has not started, and may only be slow.
@@ -267,6 +328,17 @@ class Watchdog:
         return self._said()
 
 
+def of_communication(error: BaseException) -> bool:
+    """Whether an error may come from a peer that is gone or late: a RuntimeError, for
+    gloo has no other, out of a call of torch.distributed."""
+    if isinstance(error, dist.DistError):
+        return True
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = (frame.f_globals.get("__name__", "") for frame in frames)
+    waited = any(name.startswith(COMMUNICATION) for name in modules)
+    return waited and isinstance(error, RuntimeError)
+
+
 class _Gone:
     """In place of a store that does not answer."""
 
@@ -275,71 +347,6 @@ class _Gone:
 
 
 GONE: Any = _Gone()
-
-
-class Terminated(BaseException):
-    """The launcher ends this process, as it does when another one failed."""
-
-
-def guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
-    """Run the body; returns the exit status. Prints, once, which rank failed and why.
-
-    Raises what is no AutoparError and began on this rank.
-    """
-    signal.signal(signal.SIGTERM, _terminate)
-    with _waking(watchdog):
-        return _guarded(watchdog, body)
-
-
-def _guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
-    try:
-        try:
-            body()
-            return 0
-        finally:  # told to end while it ends, a rank would only say less of why
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except KeyboardInterrupt:
-        watchdog.publish("interrupted")
-        return 128 + signal.SIGINT
-    except AutoparError as error:
-        watchdog.give_up()
-        watchdog.publish(str(error))
-        watchdog.complain(str(error))
-        watchdog.end_launcher()
-        return 2
-    except (RuntimeError, Terminated) as error:
-        # A peer that is gone or late shows as a plain RuntimeError of gloo.
-        by_signal = isinstance(error, Terminated)
-        message = watchdog.ended() if by_signal else watchdog.reason()
-        if message is None:
-            watchdog.publish(first_line(error))
-            raise
-        watchdog.complain(message)
-        watchdog.end_launcher()
-        return EXIT if message != TOLD else 128 + signal.SIGTERM
-    except Exception as error:
-        watchdog.publish(first_line(error))
-        raise
-
-
-def _terminate(signum: int, frame: object) -> None:
-    raise Terminated
-
-
-@contextmanager
-def _waking(watchdog: Watchdog) -> Iterator[None]:
-    """Let the watchdog's thread see signals that the main thread cannot handle yet."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        watchdog.signals = ours
-        try:
-            yield
-        finally:
-            watchdog.signals = None
-            signal.set_wakeup_fd(before)
 
 
 def _pending(signals: socket.socket) -> bool:
