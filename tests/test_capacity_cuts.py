@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.options import make_plan
-from autopar.passes.capture.trace import trace
+from autopar.passes.capture.trace import Traced, trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
@@ -83,12 +85,18 @@ def made(cut: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return Model(cut).double(), {"ids": ids, "labels": ids.roll(-1, 1)}
 
 
+@cache
+def captured(cut: str) -> Traced:
+    return trace(*made(cut))
+
+
+@pytest.mark.matrix(quick=4, daily=17)  # one mesh of each cut at least
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "pp=2,cp=2"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_cut_is_the_model_s(cut: str, mesh: str) -> None:
-    model, batch = made(CUTS[cut])
     plan = make_plan(mesh, microbatches=1)
-    verify(compile_program(trace(model, batch), plan, PLAIN), model, batch).check()
+    program = compile_program(captured(CUTS[cut]), plan, PLAIN)
+    verify(program, *made(CUTS[cut])).check()
 
 
 @pytest.mark.parametrize("cut", REFUSED)
