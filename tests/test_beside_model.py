@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import mixture, plain_gpt, switch_gpt
+from models import (
+    Stack,
+    mixture,
+    plain_gpt,
+    switch_gpt,
+    token_batch,
+)
 from torch import Tensor, nn
 
 import autopar
@@ -203,6 +209,23 @@ def test_few_layers_stand_for_all() -> None:
     of = plain_gpt(layers=8)
     made = beside(of.model, of.batch, 2 * LITTLE)
     assert made.layers == (3, 8) and "3 of 8 layers" in str(made)
+
+
+def test_layers_that_are_looked_for_by_number_are_all_called() -> None:
+    class Numbered(Stack):
+        def forward(self, input_ids: Tensor) -> Any:
+            x = self.embed(input_ids)
+            for i in range(8):
+                x = self.blocks[i](x)
+            return self.head(x)
+
+    def loss_fn(logits: Tensor, fields: Any) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), fields["labels"].flatten())
+
+    inputs = token_batch()
+    inputs = {name: inputs[name] for name in ("input_ids", "labels")}
+    made = beside(Numbered(layers=8), inputs, 2 * LITTLE, loss_fn=loss_fn)
+    assert made.by == CALLS and made.layers == (0, 0)
 
 
 def test_a_proof_says_how(tmp_path: Any) -> None:

@@ -9,6 +9,8 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize
 from torch import Tensor, nn
 
+from autopar.passes.proof_record import SMALL
+from autopar.proof import prove_program
 from autopar.verify import verify
 
 SAMPLES, SEQ = 4, 6
@@ -63,6 +65,33 @@ class Grouped(nn.Module):
         return F.cross_entropy(self.head(x), labels.flatten())
 
 
+class WithGaps(nn.Module):
+    """Layers as lists in which there is None for what a layer does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(  # the norm before, the layer, the norm behind
+                [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), None]
+            )
+            for _ in range(4)
+        )
+        self.bridges = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH) if i % 2 else None for i in range(4)
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for (before, layer, behind), bridge in zip(
+            self.layers, self.bridges, strict=True
+        ):
+            y = layer(before(x))
+            x = x + (y if behind is None else behind(y))
+            x = x if bridge is None else bridge(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def case(model: nn.Module) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(VOCAB, (SAMPLES, SEQ))
@@ -71,6 +100,13 @@ def case(model: nn.Module) -> Case:
 
 def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
+
+
+def test_lists_with_gaps_are_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_program, "LITTLE", 0)
+    monkeypatch.setattr(prove_program, "MUCH", 0)
+    proof = case(WithGaps()).proved("pp=2,tp=2", 2).proof
+    assert proof is not None and proof.size == SMALL
 
 
 @pytest.mark.slow

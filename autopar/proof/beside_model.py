@@ -80,10 +80,12 @@ def run_beside_model(
     try:
         if flops <= LITTLE:
             return _compare_numbers(untouched, traced, seed)
+        few = replace(untouched, batch=_few_tokens(untouched.batch))
         with shortened(untouched.model) as layers:
-            few = replace(untouched, batch=_few_tokens(untouched.batch))
-            counts = (layers.kept, layers.total) if layers else (0, 0)
-            return replace(_compare_calls(few, seed), layers=counts)
+            if layers and (beside := _compare_calls(few, seed)).by:
+                return replace(beside, layers=(layers.kept, layers.total))
+        # All of them, where forward looks for its layers by their numbers.
+        return _compare_calls(few, seed)
     finally:
         as_found.put_back()
 

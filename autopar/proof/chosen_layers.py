@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch import nn
 
 from autopar.capture.shorten import find_facts, without_index
-from autopar.passes.capture.find_repeats import find_list
+from autopar.passes.capture.find_repeats import find_list, only_layers
+from autopar.passes.errors import CaptureError
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
 from autopar.passes.proof.shrink_plan import ChosenLayers, choose_layers, layer_number
 
+Result = TypeVar("Result")
 PLAIN = bool | int | float | str
 KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the last
 
 
+def with_few_layers(
+    model: nn.Module, program: Program, run: Callable[[], Result]
+) -> tuple[ChosenLayers, Result]:
+    """What a capture gives of a model with only the layers that are chosen, and these;
+    with all, if it does not run with few: a forward may count on how many there are."""
+    few = find_chosen_layers(model, program)
+    try:
+        with only_layers(model, few.path, few.order):
+            return few, run()
+    except CaptureError:
+        if not few.path:
+            raise
+    return _whole(program), run()
+
+
 def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
     """Which layers and stages of a program are enough to prove it."""
-    plan, whole = program.plan, ChosenLayers("", tuple(range(len(program.stages))), ())
+    plan, whole = program.plan, _whole(program)
     path = find_list(model, lambda layers: len(layers) > 1)
     if not path:
         return whole
@@ -39,6 +57,10 @@ def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
         for own in _told_by_number(model, len(layers))
     )
     return few if alike else whole
+
+
+def _whole(program: Program) -> ChosenLayers:
+    return ChosenLayers("", tuple(range(len(program.stages))), ())
 
 
 def _told_by_number(model: nn.Module, count: int) -> Iterator[list[object]]:

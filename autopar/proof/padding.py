@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from autopar.capture.capture_model import capture_model
 from autopar.local_batches import fields_of_samples
 from autopar.own_modes import on_cpu
-from autopar.passes.capture.find_repeats import only_layers
 from autopar.passes.capture.input_ranges import (
     LABEL,
     MASK,
@@ -32,7 +31,7 @@ from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import choose_sizes
 from autopar.passes.proof.extents import find_extents
 from autopar.passes.proof.shrink import Shrinker
-from autopar.proof.chosen_layers import find_chosen_layers
+from autopar.proof.chosen_layers import with_few_layers
 from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.interpret import run_graph
 from autopar.proof.values import real_values, values_of_buffers
@@ -83,10 +82,12 @@ def find_fills(
     """
     rows = {(name, 0) for name in fields_of_samples(batch, program.inputs)}
     probes = [_probe(batch, dims, rows, more) for more in (0, 1)]
-    few = find_chosen_layers(model, program)
-    with only_layers(model, few.path, few.order):
+
+    def capture() -> tuple[list[Traced], dict[str, Tensor]]:
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
-        like = {name: x.cpu() for name, x in real_values(model).items()}
+        return captured, {name: x.cpu() for name, x in real_values(model).items()}
+
+    _, (captured, like) = with_few_layers(model, program, capture)
     (short, _), (longer, held) = (_small(traced, like) for traced in captured)
     if longer.graph.params != short.graph.params:
         raise BatchError("what it computes with depends on the batch's shape", fix=FIX)

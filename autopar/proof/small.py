@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.passes.capture.find_repeats import only_layers
 from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import Traced
@@ -31,7 +30,7 @@ from autopar.passes.proof.shrink_plan import (
     small_sizes,
 )
 from autopar.passes.shard.propagate import propagate
-from autopar.proof.chosen_layers import find_chosen_layers
+from autopar.proof.chosen_layers import with_few_layers
 from autopar.proof.values import real_values
 
 MESHES = 8  # that are looked at for small extents
@@ -73,12 +72,13 @@ def make_small(
 
     Raises NotShrunk; AutoparError of the passes.
     """
-    few = find_chosen_layers(model, program)
-    with only_layers(model, few.path, few.order):
-        wanted = list(program.outputs)[program.metrics :]
-        how = (program.plan.lowering, wanted, program.metrics > 0)
-        traced = capture_model(model, batch, loss_fn, *how)
-        like = real_values(model)
+    wanted = list(program.outputs)[program.metrics :]
+    how = (program.plan.lowering, wanted, program.metrics > 0)
+
+    def capture() -> tuple[Traced, Mapping[str, Tensor]]:
+        return capture_model(model, batch, loss_fn, *how), real_values(model)
+
+    few, (traced, like) = with_few_layers(model, program, capture)
     plan = program.plan
     large = {TIME: plan.microbatches, **dict(plan.mesh.axes)}
     splits = _find_splits(

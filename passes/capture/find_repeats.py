@@ -28,11 +28,13 @@ LayerList: TypeAlias = nn.ModuleList | nn.Sequential
 
 def find_list(model: nn.Module, fits: Callable[[LayerList], bool]) -> str:
     """The path of the list of layers that holds most of the parameters, of those that
-    fit; "" if there is none."""
+    fit; "" if there is none. Of a list with gaps (None) nobody knows the layers."""
     sizes = {
         path: sum(p.numel() for p in module.parameters())
         for path, module in model.named_modules()
-        if isinstance(module, LayerList) and fits(module)
+        if isinstance(module, LayerList)
+        and None not in module._modules.values()
+        and fits(module)
     }
     return max(sizes, key=sizes.__getitem__, default="")
 
