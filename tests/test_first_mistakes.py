@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from plans import model_file, small_program
-from torch import nn
+from torch import Tensor, nn
 
+import autopar
 from autopar.capture.capture_model import capture_model
 from autopar.capture.shared_memory import refuse_shared_memory
 from autopar.cli import main
@@ -131,6 +135,70 @@ def test_a_wrong_line(
     said = capsys.readouterr().err
     lines = f"\n{said}"  # a slow machine is told first how far it is
     assert lines.count("\nautopar: ") == 1 and says in said and "  fix  " in said
+
+
+class Logits(nn.Linear):
+    """A model whose loss is computed beside it, of labels that it does not take."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def cross_entropy(out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(out, batch["labels"])
+
+
+class CrossEntropy(nn.Module):
+    def forward(self, out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return cross_entropy(out, batch)
+
+
+CALLED = "fix  loss_fn(output, batch) is called with a tensor of shape (4, 3) and a"
+LOSSES: dict[str, tuple[Callable[..., Any], bool, str]] = {
+    "no such field": (lambda out, batch: out * batch["label"], True, "KeyError: 'l"),
+    "no such attribute": (lambda out, batch: out.logits.sum(), True, "'logits'"),
+    "another shape": (lambda out, batch: (out @ out).sum(), True, "RuntimeError: "),
+    "an assertion": (lambda out, batch: 1 / 0, True, "ZeroDivisionError"),
+    "one argument": (lambda out: out.sum(), False, "takes 1 positional argument"),
+    "torch's own": (F.cross_entropy, False, "argument 'target' (position 2) must be"),
+    "its module": (nn.CrossEntropyLoss(), False, "argument 'target' (position 2) must"),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_loss_function_that_fails_is_told_with_its_line(what: str) -> None:
+    loss_fn, has_line, says = LOSSES[what]
+    batch = {"input": torch.ones(4, 2), "labels": torch.zeros(4, dtype=torch.int64)}
+    with pytest.raises(CaptureError) as error:
+        capture_model(Logits(2, 3), batch, loss_fn)
+    said = str(error.value)
+    assert "the loss function could not be captured" in said and says in said
+    assert f"{CALLED} dict of input, labels" in said
+    assert ("test_first_mistakes.py:" in str(error.value.source)) == has_line
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda out, batch: None, lambda out, batch: out.square()],
+    ids=["nothing", "no scalar"],
+)
+def test_a_loss_function_that_returns_no_loss_is_told(loss_fn: Any) -> None:
+    batch = {"input": torch.ones(4, 2)}
+    with pytest.raises(
+        CaptureError, match=r"the loss function returned [\s\S]* let it"
+    ):
+        capture_model(Logits(2, 3), batch, loss_fn)
+
+
+@pytest.mark.slow
+def test_a_loss_function_may_be_a_module_that_is_compiled() -> None:
+    """torch.compile gives it a length, which it has not."""
+    batch = {"input": torch.randn(4, 2), "labels": torch.tensor([0, 2, 1, 1])}
+    for loss_fn in CrossEntropy(), torch.compile(CrossEntropy(), backend="eager"):
+        model = Logits(2, 3)
+        step = autopar.compile(model, "", loss_fn=loss_fn, example_inputs=batch)
+        wanted = cross_entropy(model(batch["input"]), batch)
+        torch.testing.assert_close(step(**batch), wanted)
 
 
 def test_weights_that_are_tied_by_their_memory_alone() -> None:

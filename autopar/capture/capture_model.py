@@ -44,7 +44,7 @@ def capture_model(
 
     tell("capturing the model")
     refuse_shared_memory(model)
-    as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
+    as_found = AsFound.of(model, loss_fn)
     chance = Chance(as_found.generators)
 
     call = model, batch, loss_fn, precision, outputs, metrics

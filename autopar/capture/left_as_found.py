@@ -122,15 +122,16 @@ class AsFound:
     packages: set[str] | None = None  # of whose objects is looked at what they hold
 
     @classmethod
-    def of(cls, model: nn.Module, *more: Any) -> AsFound:
-        """more: functions that are called beside the model."""
+    def of(cls, model: nn.Module, loss_fn: Any = None) -> AsFound:
+        """loss_fn: a function that is called beside the model."""
         made = cls()
         made.visit("", model)
-        for function in more:
-            made.visit(getattr(function, "__qualname__", "loss_fn"), function)
         types = {c for m in model.modules() for c in type(m).__mro__ if is_users(c)}
         files = {type_.__module__ for type_ in types}
-        files |= {f.__module__ for f in more if is_users(f)}
+        if loss_fn is not None:
+            made.visit(getattr(loss_fn, "__qualname__", "loss_fn"), loss_fn)
+            if is_users(loss_fn):
+                files.add(loss_fn.__module__)
         # Beyond the model itself, what is the model's own code alone.
         made.packages = {name.partition(".")[0] for name in files}
         for type_ in sorted(types, key=lambda c: c.__qualname__):

@@ -75,8 +75,7 @@ def run_beside_model(
     if any(p.is_meta for p in untouched.model.parameters()):
         return Beside(why="it has no weights here")
     tell("proof: the untouched model")
-    own = untouched.model, *([untouched.loss_fn] if untouched.loss_fn else [])
-    as_found = AsFound.of(*own)
+    as_found = AsFound.of(untouched.model, untouched.loss_fn)
     try:
         if flops <= LITTLE:
             return _compare_numbers(untouched, traced, seed)

@@ -83,7 +83,7 @@ def expect(
     key, an expert without tokens. So other values are drawn as long as that helps.
     """
     tell("running the untouched model")
-    as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
+    as_found = AsFound.of(model, loss_fn)
     subject = Subject(program, model, batch, loss_fn, tolerance, as_found)
     for drawn_fields, gentle in ATTEMPTS if drawn else ():
         best: list[Expected] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -36,7 +37,8 @@ class Returned:
         """results: of the model, and of the loss function, which comes last."""
         metrics = find_metrics(results[-1])
         tensors = {name: x for one in results for name, x in named_tensors(one)}
-        return cls(find_loss(results[-1]), metrics, tensors)
+        who = "the loss function" if len(results) > 1 else "the model"
+        return cls(find_loss(results[-1], who), metrics, tensors)
 
     def select(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The metrics, and tensors by name. Raises: CaptureError."""
@@ -105,15 +107,34 @@ def call_model(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if takes_any and not by_name:
         output = model(**fields)
-        return Returned.of(output, loss_fn(output, fields))
-    seen = _Seen(fields)
+        return Returned.of(output, compute_loss(loss_fn, output, fields))
+    seen = Batch(fields)
     named = {k: v for k, v in fields.items() if k in parameters}
     output = model(**named)
-    returned = Returned.of(output, loss_fn(output, seen))
+    returned = Returned.of(output, compute_loss(loss_fn, output, seen))
     unread = fields.keys() - named.keys() - seen.names
     if takes_any and unread:
         raise TypeError(f"nobody reads {', '.join(sorted(unread))}")
     return returned
+
+
+def compute_loss(loss_fn: Callable[..., Any], output: Any, batch: Any) -> Any:
+    """In a frame of its own, by which errors of the loss function are told from those
+    of the model."""
+    return loss_fn(output, batch)
+
+
+def failed_loss(error: BaseException) -> str | None:
+    """How the loss function was called that an error came from; None: it came from
+    elsewhere."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is compute_loss.__code__:
+            output, batch = frame.f_locals["output"], frame.f_locals["batch"]
+            return (
+                f"loss_fn(output, batch) is called with {describe(output)} and a dict "
+                f"of {', '.join(batch)}"
+            )
+    return None
 
 
 def only_by_any_keyword(
@@ -126,7 +147,7 @@ def only_by_any_keyword(
     return loss_fn is not None and takes_any and not fields.keys() <= parameters.keys()
 
 
-class _Seen(dict[str, Any]):
+class Batch(dict[str, Any]):
     """The fields of a batch, and the names of those that somebody looked at."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -142,9 +163,9 @@ class _Seen(dict[str, Any]):
         return super().get(name, default)
 
 
-def find_loss(result: Any) -> torch.Tensor:
-    """The scalar loss that a model returned: itself, `.loss`, a tuple's scalar, or of a
-    dict "loss", or else the sum of its scalars."""
+def find_loss(result: Any, who: str = "the model") -> torch.Tensor:
+    """The scalar loss that was returned: itself, `.loss`, a tuple's scalar, or of a
+    dict "loss", or else the sum of its scalars. who: returned it."""
     if isinstance(result, torch.Tensor):
         candidates = [result]
     elif getattr(result, "loss", None) is not None:
@@ -161,10 +182,12 @@ def find_loss(result: Any) -> torch.Tensor:
     if len(scalars) == 1:
         return scalars[0].reshape(())
     raise CaptureError(
-        f"the model returned {describe(result)}, in which there is "
+        f"{who} returned {describe(result)}, in which there is "
         + ("more than one scalar loss" if scalars else "no scalar loss"),
-        fix="pass the labels in the batch if the model computes its own loss, or "
-        "give compile a loss_fn(output, batch) that returns a scalar",
+        fix="let it return the one scalar to be trained, as a mean"
+        if who != "the model"
+        else "pass the labels in the batch if the model computes its own loss, or give "
+        "compile a loss_fn(output, batch) that returns a scalar",
     )
 
 

@@ -117,7 +117,7 @@ def trace(
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
     graph = keep_all_rows(traced.graph, traced.autocast.keys())
-    remarks = remark_on_loops(traced.graph, _place_of(loss_fn or model.forward))
+    remarks = remark_on_loops(traced.graph, _place_of(wrapper))
     _refuse_sources(graph, names)
     graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
     values = wrapper.unseen.known
@@ -216,7 +216,7 @@ def _capture(
             exported = _export(wrapper, examples)
         if wrapper.functions.are_known():
             break
-    place = _place_of(wrapper.loss_fn or model.forward)
+    place = _place_of(wrapper)
     reader = ExportReader(place, device.type, dtype)
     reader.values_read = wrapper.unseen.read
     reader.rows.limits = limits or {}
@@ -326,9 +326,10 @@ def _export_once(
         raise
 
 
-def _place_of(function: Any) -> str:
-    """File and line of a function, or of what an object is called by, where it has one:
-    of a module its forward."""
+def _place_of(wrapper: LossModule) -> str:
+    """File and line of the loss function, or else of the model's forward: of what an
+    object is called by, where it has one; of a module its forward."""
+    function = wrapper.model if wrapper.loss_fn is None else wrapper.loss_fn
     called = type(function).__call__
     called = function.forward if isinstance(function, nn.Module) else called
     code = getattr(function, "__code__", getattr(called, "__code__", None))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.call_model import failed_loss
 from ..capture.user_frames import at_work, raised_at, words_at_work
 from ..errors import CaptureError
 
@@ -189,9 +190,11 @@ def capture_failed(
     """What to raise instead of torch's error. read: the last one before it."""
     source = raised_at(error)
     text = str(error).strip().splitlines() or [""]
-    message = f"the model could not be captured: {type(error).__name__}: {text[0]}"
+    message = f"could not be captured: {type(error).__name__}: {text[0]}"
+    called = failed_loss(error)
+    message = f"{'the model' if called is None else 'the loss function'} {message}"
     if not reads_values(error):
-        fix = (
+        fix = called or (
             "the model must run on the batch as it is, given by keyword: "
             f"model({', '.join(f'{name}=...' for name in fields)})"
         )
