@@ -7,11 +7,14 @@ import gc
 import os
 import pathlib
 import random
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 import torch
+from processes import run_commands
 
 from autopar.passes.pipeline import compile_program
 from autopar.passes.shard import documents, layout
@@ -63,6 +66,27 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     layout.window_tiles.cache_clear()
     yield
     layout.window_tiles.cache_clear()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands fork their ranks from a server that has imported torch, in place of
+    starting a torchrun, for which see `test_launch` and `test_run_model`."""
+
+    def launch_by(
+        flags: Sequence[str],
+        command: Sequence[str],
+        seconds: float | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> int:
+        ranks = int(flags[flags.index("--nproc-per-node") + 1])
+        ended = run_commands(ranks, command, {**os.environ, **environment})
+        for _, out, errors in ended:
+            print(out, end="")
+            print(errors, end="", file=sys.stderr)
+        return max(status for status, *_ in ended)
+
+    monkeypatch.setattr("autopar.runtime.launch.launch.launch_by", launch_by)
 
 
 @pytest.fixture

@@ -16,9 +16,15 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+)
 from datetime import timedelta
+from io import StringIO
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -26,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.cli import main
 from autopar.runtime.launch.launch import running
 
 ROOT = Path(__file__).parents[1]
@@ -62,14 +69,31 @@ def run_ranks(
     wait of a rank for another.
     Raises: RankFailed, of the rank that was the first to fail.
     """
+    return _run(_run_rank, world, seconds, body, args)
+
+
+def run_commands(
+    world: int,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    seconds: float = 240,
+) -> list[tuple[int, str, str]]:
+    """Run `autopar command` in `world` ranks that begin as torchrun's do, here and with
+    these environment variables; give the status, stdout and stderr of each.
+    Raises: RankFailed.
+    """
+    return _run(_run_command, world, seconds, command, dict(variables), os.getcwd())
+
+
+def _run(target: Callable[..., None], world: int, seconds: float, *args: Any) -> Any:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends, processes = [], []
     try:
         for rank in range(world):
             ours, theirs = _SERVER.Pipe()
             process = _SERVER.Process(
-                target=_run_rank,
-                args=(theirs, rank, world, store.port, seconds, body, args),
+                target=target,
+                args=(theirs, rank, world, store.port, seconds, *args),
             )
             process.start()
             theirs.close()  # so that our end sees when the process is gone
@@ -157,19 +181,58 @@ def _run_rank(
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # what is loaded holds no garbage
-    gc.set_threshold(100_000, 50, 100)
+    _be_a_rank()
     warnings.simplefilter("error")
-    torch.set_num_threads(1)
     timeout = timedelta(seconds=seconds)
-    try:
+    with _told(end, seconds) as results:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=timeout
         )
-        end.send((body(*args), None))
+        results.append(body(*args))
+
+
+def _be_a_rank() -> None:
+    gc.freeze()  # what is loaded holds no garbage
+    gc.set_threshold(100_000, 50, 100)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _told(end: Connection, seconds: float) -> Iterator[list[Any]]:
+    """A list for a rank's result, which is sent, as is an error in place of it."""
+    results: list[Any] = []
+    try:
+        yield results
+        end.send((*results, None))
     except BaseException:
         end.send((None, traceback.format_exc()))
     # A rank that leaves early would break the connections of those still at work.
     if end.poll(seconds) and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _run_command(
+    end: Connection,
+    rank: int,
+    world: int,
+    port: int,
+    seconds: float,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    folder: str,
+) -> None:
+    _be_a_rank()
+    os.chdir(folder)
+    os.environ.clear()
+    number, count = str(rank), str(world)
+    os.environ.update(variables, RANK=number, LOCAL_RANK=number)
+    os.environ.update(WORLD_SIZE=count, LOCAL_WORLD_SIZE=count)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with (
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as errors,
+        _told(end, seconds) as results,
+    ):
+        results.append((main(command), out.getvalue(), errors.getvalue()))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from plans import BATCH, CONFIG, model_file, small_program
-from processes import ENVIRONMENT, output_of, rank_process, torchrun
+from processes import ENVIRONMENT, rank_process, torchrun
 
 import autopar
 from autopar.cli import main
@@ -360,9 +360,15 @@ def test_ranks_stop_when_their_launcher_is_killed(plan: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_shows_proves_and_trains(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autopar", "demo", "--steps", "3"]
-    text = output_of(command, tmp_path)
+def test_the_demo_shows_proves_and_trains(
+    tmp_path: Path,
+    forked_ranks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--steps", "3"]) == 0
+    text = capsys.readouterr().out
     assert "(3 heads/tp head_dim) embed" in text
     assert "rank 1 | .  F0 B0" in text and "gradients agree" in text
     [ours, theirs] = re.findall(

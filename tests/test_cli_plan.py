@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from models import plain_gpt
 from plans import BATCH, model_file, tiny_file
-from processes import torchrun
+from processes import run_commands
 
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of
@@ -242,12 +241,10 @@ def test_one_rank_trains_what_is_planned(origin: Path, tmp_path: Path, capsys) -
 
 @pytest.mark.slow
 def test_four_ranks_compile_once_and_train(plan: Path) -> None:
-    command = ["-m", "autopar", "run", str(plan), "--steps", "3", "--reference"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with torchrun(4, *command, "--json", **pipes) as process:
-        text, said = process.communicate()
-    assert process.returncode == 0, said
-    rows = [json.loads(x) for x in text.splitlines() if x.startswith("{")]
+    command = ["run", str(plan), "--steps", "3", "--reference", "--json"]
+    ended = run_commands(4, command, os.environ)
+    assert [status for status, *_ in ended] == [0] * 4, ended
+    rows = [json.loads(x) for x in ended[0][1].splitlines() if x.startswith("{")]
     assert len(rows) == 3
     for row in rows:
         assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)

@@ -24,10 +24,21 @@ from autopar.passes.search.by_formula import (
     rough,
 )
 from autopar.passes.search.candidates import Space, candidates
-from autopar.passes.search.search import Ranked, Ranking, parts_of, run_on_paper
+from autopar.passes.search.search import (
+    Ranked,
+    Ranking,
+    parts_of,
+    run_on_paper,
+    search,
+)
 from autopar.passes.stage.differentiate import differentiate, finish, join
 from autopar.passes.stage.local_stage import LocalStage
-from autopar.planner.planner import capture_short, find_plans, make_prices
+from autopar.planner.planner import (
+    capture_short,
+    find_plans,
+    make_prices,
+    make_space,
+)
 
 
 @pytest.mark.slow
@@ -57,7 +68,9 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("model", marks=pytest.mark.nightly), "bf16"]
+)
 def test_ranks_hold_and_do_their_part_of_what_fewer_ranks_have(precision) -> None:
     """What is known of a split bounds the bytes and seconds of a finer one."""
     case = plain_gpt(layers=4, batch=8)
@@ -102,22 +115,26 @@ def test_memory_by_formula_is_that_of_a_schedule() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", ["_is_slow", "_known"])
-@pytest.mark.parametrize("memory", ["1MB", "0.5MB"])
-def test_what_is_not_priced_would_not_be_picked(memory, bound, monkeypatch) -> None:
+def test_what_is_not_priced_would_not_be_picked(monkeypatch) -> None:
     """Also where only what is computed again fits, and by prices for fewer ranks."""
     case = plain_gpt(layers=4)
-    cluster = with_memory(cluster_of("8xA100-80GB"), read_bytes(memory))
     of = capture_short(case.model, case.batch, case.loss_fn)
+    usual = cluster_of("8xA100-80GB")
+    prices = make_prices(of, usual)  # which do not depend on the memory
 
-    def found() -> Ranking:
-        return find_plans(of, cluster, 32, sizes={"tp": (1, 2), "cp": (1, 2)})
+    def search_within(memory: str) -> Ranking:
+        cluster = with_memory(usual, read_bytes(memory))
+        space = make_space(of, cluster, 32, sizes={"tp": (1, 2), "cp": (1, 2)})
+        return search(space, prices)
 
-    bounded = found()
-    monkeypatch.setattr(Ranked, bound, lambda self, candidate: ())
-    every = found()
-    assert bounded.best == every.best
-    assert len(bounded.priced) < 0.9 * len(every.priced)
+    for memory in ("1MB", "0.5MB"):
+        bounded = search_within(memory)
+        for bound in ("_is_slow", "_known"):
+            with monkeypatch.context() as without:
+                without.setattr(Ranked, bound, lambda self, candidate: ())
+                every = search_within(memory)
+            assert bounded.best == every.best
+            assert len(bounded.priced) < 0.9 * len(every.priced)
 
 
 @pytest.fixture

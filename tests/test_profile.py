@@ -381,7 +381,7 @@ def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch, caplog) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_measure_together(tmp_path) -> None:
+def test_ranks_of_torchrun_measure_together(tmp_path, forked_ranks) -> None:
     file = tmp_path / "mine.json"
     asked = ["--ranks", "2", "--seconds", "0.1", "--samples", "1", "-o", str(file)]
     assert main(["profile", model_file(tmp_path), *asked]) == 0
