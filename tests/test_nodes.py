@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 
 from autopar.cli import main
 from autopar.passes.mesh import Mesh, MeshError
@@ -51,6 +52,16 @@ def test_a_rank_knows_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     on_node(monkeypatch, 2, 2, 4)
     with pytest.raises(EnvironmentVariableError, match="GROUP_RANK='2'"):
         this_node()
+
+
+def ranks_here() -> tuple[int, str | None]:
+    here = this_node().ranks
+    return here, straddling(Mesh.parse("tp=2"), here)
+
+
+def test_ranks_that_no_launcher_started_are_on_one_node() -> None:
+    """As those of torch.multiprocessing.spawn, whose environment tells nothing."""
+    assert run_ranks(ranks_here, 2) == [(2, None)] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import os
 import socket
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from autopar.passes.mesh import TENSOR_AXES, Mesh
 from autopar.passes.price.cluster import nodes
 from autopar.passes.ranges import RANKS, Range
@@ -48,12 +50,14 @@ class Node:
 
 
 def this_node() -> Node:
-    """The node of this process. Raises: EnvironmentVariableError."""
+    """The node of this process; of those that no launcher started, all are on one.
+    Raises: EnvironmentVariableError."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
     count = read_variable("GROUP_WORLD_SIZE", 1)
     return Node(
         read_variable("GROUP_RANK", 0, Range(0, count - 1)),
         count,
-        read_variable("LOCAL_WORLD_SIZE", read_variable("WORLD_SIZE", 1)),
+        read_variable("LOCAL_WORLD_SIZE", read_variable("WORLD_SIZE", world)),
         socket.gethostname(),
     )
 
