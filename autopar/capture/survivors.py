@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import TrackedFake
 
 from autopar.capture.left_as_found import Cached, is_users
 from autopar.passes.errors import CaptureError
 
+SHAPES = "torch.fx.experimental.symbolic_shapes"
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType)
 STEPS = 5  # from a tensor to who holds it, through containers
 FIX = (
@@ -52,7 +52,8 @@ def left_over() -> tuple[list[Any], set[int]]:
     held: Counter[int] = Counter()
     for value in (v for meta in metas for v in meta.values()):
         held.update(map(id, value if isinstance(value, list | tuple) else (value,)))
-    held.update(id(x.fake) for x in alive if type(x) is TrackedFake)
+    inputs = sys.modules[SHAPES].TrackedFake  # an export has imported it, with sympy
+    held.update(id(x.fake) for x in alive if type(x) is inputs)
     probe = object()
     one, *tensors = [probe, *(x for x in alive if isinstance(x, FakeTensor))]
     del alive, probe
