@@ -106,7 +106,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         seq, global_batch = arguments.seq or SEQ, read_global_batch(loaded, arguments)
         if global_batch is None:
             raise ModelError("no --global-batch is given", fix="add --global-batch 512")
-        of = capture_few_layers(loaded, request, seq)
+        of = capture_few_layers(loaded, request, global_batch, seq)
         best = best_plan(of, loaded, request, global_batch, seq, arguments.seed, reach)
     plans, plan = best.plans, best.plan
     if arguments.output:

@@ -124,7 +124,7 @@ class ModelToRun:
         request = read_request(arguments, cluster)
         global_batch = _global_batch(loaded, arguments, request.cluster)
         seq = arguments.seq or SEQ
-        of = capture_few_layers(loaded, request, seq)
+        of = capture_few_layers(loaded, request, global_batch, seq)
         plans = arguments.plans or PLANS
         folder = plan_folder(plans, of, loaded, request, global_batch, self.seed)
         known = (folder / ESTIMATE).is_file()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from autopar.models.load import LoadedModel
+from autopar.models.load import TOKENS, LoadedModel
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.search import Ranking
@@ -31,12 +31,15 @@ class BestPlan:
 
 
 def capture_few_layers(
-    loaded: LoadedModel, request: PlanRequest, seq: int | None
+    loaded: LoadedModel, request: PlanRequest, global_batch: int, seq: int | None
 ) -> ShortModel:
-    """Returns the model as it is captured for planning. seq: tokens of a sample, for a
-    model that brings no batch."""
+    """Returns the model as it is captured for planning, with all samples of a step
+    where they can be made up: op shardings are chosen for so many. seq: tokens of a
+    sample, for a model that brings no batch."""
+    made_up = loaded.batch is None and global_batch * (seq or 1) in TOKENS
+    samples = SAMPLES if global_batch % SAMPLES or not made_up else global_batch
     return capture_short(
-        loaded.model, batch_for(loaded, SAMPLES, seq), **request.of_all
+        loaded.model, batch_for(loaded, samples, seq), **request.of_all
     )
 
 
@@ -60,9 +63,10 @@ def best_plan(
     plans = find_plans(of, cluster, global_batch, watch=priced, **request.space)
     sharded: Mapping[Candidate, Plan] = {}
     if open_to_op_shardings(plans, reach):
-        whole = capture_short(
-            loaded.model, batch_for(loaded, global_batch, seq), **request.of_all
-        )
+        whole = of
+        if of.batch != global_batch:
+            batch = batch_for(loaded, global_batch, seq)
+            whole = capture_short(loaded.model, batch, **request.of_all)
         plans, sharded = shard_ops_of_best(
             plans, whole, cluster, reach, request.fixes_attention
         )

@@ -17,8 +17,8 @@ from autopar.planner.planner import capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
 from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
 
-# Of the batch that a model is captured with, two for each rank of up to 8 with experts
-# of their own; costs are linear in them.
+# Of the batch that a model is captured with, two for each rank of ep; costs are linear
+# in them.
 SAMPLES = 16
 LOG = logging.getLogger("autopar")
 

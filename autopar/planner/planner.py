@@ -52,7 +52,7 @@ from autopar.passes.shard.query_groups import (
 from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
-FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes
+FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes; of ep, all tried
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def _axis_sizes(
                 yield t
     elif axis.holds_experts:
         experts = of.extents("experts")
-        for e in range(2, max(experts, default=1) + 1):
+        for e in range(2, min(FEW_RANKS, max(experts, default=1)) + 1):
             # A layer is priced with one sample of a rank and with two.
             if of.batch % (2 * e) == 0 and all(n % e == 0 for n in experts):
                 yield e
