@@ -1,8 +1,6 @@
 """`python -m autopar`, as torchrun starts it."""
 
-import sys
-
-from autopar.cli import main
+from autopar.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
