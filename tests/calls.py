@@ -242,6 +242,7 @@ PIECES: dict[str, Call] = {
     "squeeze dims": lambda g: aten.squeeze.dims(g.x[:, None, None], [1, 2]) * g.y,
     "expand": lambda g: (g.w.expand(6, 4).expand_as(g.y).broadcast_to(4, 6, 4)) * g.x,
     "repeat": lambda g: g.x.repeat(2, 1, 3) * g.x.repeat(2, 3, 1).reshape(8, 6, 12),
+    "tile": lambda g: g.x.tile(2, 1, 3) * g.x.tile(3).repeat(2, 1, 1),
     "interleave": lambda g: g.x.repeat_interleave(3, 1, output_size=18),
     "interleave unevenly": lambda g: g.x.repeat_interleave(
         torch.tensor([1, 2, 0, 1, 2, 1]), 1, output_size=7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 from torch import nn
@@ -20,18 +21,21 @@ KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the 
 
 
 def with_few_layers(
-    model: nn.Module, program: Program, run: Callable[[], Result]
+    model: nn.Module,
+    program: Program,
+    capture: Callable[[], Result],
+    whole: Callable[[], Result],
 ) -> tuple[ChosenLayers, Result]:
-    """What a capture gives of a model with only the layers that are chosen, and these;
-    with all, if it does not run with few: a forward may count on how many there are."""
+    """What `capture` gives of a model with only the layers that are chosen, and these;
+    what `whole` does of the model as it is, if none is left out, or if it does not run
+    with few: a forward may count on how many there are."""
     few = find_chosen_layers(model, program)
-    try:
-        with only_layers(model, few.path, few.order):
-            return few, run()
-    except CaptureError:
-        if not few.path:
-            raise
-    return _whole(program), run()
+    layers = [*model.get_submodule(few.path).children()] if few.path else []
+    if len(few.order) < len(layers):
+        with suppress(CaptureError), only_layers(model, few.path, few.order):
+            return few, capture()
+        few = _whole(program)
+    return few, whole()
 
 
 def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:

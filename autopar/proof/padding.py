@@ -87,7 +87,7 @@ def find_fills(
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
         return captured, {name: x.cpu() for name, x in real_values(model).items()}
 
-    _, (captured, like) = with_few_layers(model, program, capture)
+    _, (captured, like) = with_few_layers(model, program, capture, capture)
     (short, _), (longer, held) = (_small(traced, like) for traced in captured)
     if longer.graph.params != short.graph.params:
         raise BatchError("what it computes with depends on the batch's shape", fix=FIX)

@@ -97,7 +97,7 @@ def _prove(
     if flops <= LITTLE and program.mesh.size <= RANKS:
         return _prove_whole(program, model, traced, batch, seed)
     try:
-        return _prove_small(program, model, batch, loss_fn, seed)
+        return _prove_small(program, model, batch, traced, loss_fn, seed)
     except VerificationFailed:
         raise
     except AutoparError as error:
@@ -124,11 +124,12 @@ def _prove_small(
     program: Program,
     model: nn.Module,
     batch: Mapping[str, Any],
+    traced: Traced,
     loss_fn: Callable[..., Any] | None,
     seed: int,
 ) -> Proof:
     tell("proof: compiling it with small sizes")
-    small = make_small(program, model, batch, loss_fn)
+    small = make_small(program, model, batch, loss_fn, traced)
     tell("proof: comparing texts")
     check_transfer(program, small)
     tell("proof: ranks of full size, without numbers")

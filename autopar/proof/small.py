@@ -67,8 +67,11 @@ def make_small(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
+    traced: Traced | None = None,
 ) -> Runnable:
     """Captures the model with few layers, shrinks it, and compiles its small plan.
+
+    traced: the model with all of them, if that is captured.
 
     Raises NotShrunk; AutoparError of the passes.
     """
@@ -78,16 +81,19 @@ def make_small(
     def capture() -> tuple[Traced, Mapping[str, Tensor]]:
         return capture_model(model, batch, loss_fn, *how), real_values(model)
 
-    few, (traced, like) = with_few_layers(model, program, capture)
+    def whole() -> tuple[Traced, Mapping[str, Tensor]]:
+        return (traced, real_values(model)) if traced else capture()
+
+    few, (captured, like) = with_few_layers(model, program, capture, whole)
     plan = program.plan
     large = {TIME: plan.microbatches, **dict(plan.mesh.axes)}
     splits = _find_splits(
-        traced, shrink_plan(plan, few, {**large, **_stages(plan, few)})
+        captured, shrink_plan(plan, few, {**large, **_stages(plan, few)})
     )
-    extents = find_extents(traced)
+    extents = find_extents(captured)
     axes, sizes = _choose(plan, few, splits, extents)
     shrinker = Shrinker(extents, sizes)
-    small = shrinker.graph(traced)
+    small = shrinker.graph(captured)
     own = shrink_plan(plan, few, axes)
     made = compile_program(small, own, even=False)
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}

@@ -147,6 +147,7 @@ COMPOSITE_RULES: dict[str, Rule] = {
     "aten.tensor_split": tensor_split,
     "aten.glu": glu,
     "aten.repeat": repeat,
+    "aten.tile": repeat,
     "aten.expand_as": expand_as,
     "aten.broadcast_to": expand_as,
     "aten.broadcast_tensors": broadcast_tensors,

@@ -105,12 +105,15 @@ OPS = (
             ("slice", "start end step", parts.sliced),
         )
     ),
-    Op(
-        "aten.repeat",
-        "self repeats",
-        extents=extents.repeated,
-        values="moved",
-        shrunk=shrunk.repeat,
+    *(
+        Op(
+            f"aten.{name}",
+            f"self {heeds}",
+            extents=extents.repeated,
+            values="moved",
+            shrunk=shrunk.repeat,
+        )
+        for name, heeds in (("repeat", "repeats"), ("tile", "dims"))
     ),
     Op(
         "aten.index", "self indices", extents=extents.indexed, counts=True, selects=True

@@ -30,12 +30,13 @@ def arange(at: Small, node: Node, new: Node) -> Node:
 
 
 def repeat(_: Small, node: Node, new: Node) -> Node:
-    """As many copies as the smaller result holds of the smaller operand."""
+    """As many copies as the smaller result holds of the smaller operand. Also tile."""
     x, out = new.operands[0], new.out
     ahead = len(out.shape) - len(x.shape)
     padded = (*(1,) * ahead, *x.shape)
     times = tuple(n // max(m, 1) for n, m in zip(out.shape, padded, strict=True))
-    return new.with_args(repeats=times)
+    copies = "dims" if node.name == "aten.tile" else "repeats"
+    return new.with_args(**{copies: times})
 
 
 def embedding(_: Small, node: Node, new: Node) -> Node:
