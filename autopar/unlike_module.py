@@ -33,6 +33,11 @@ MODULES = (
     "norm's statistics are frozen by .eval() before compiling; nothing wraps a step, "
     "which sums gradients itself",
 )
+BUFFERS = (
+    "a step has parts of the model's weights, and its buffers are whole",
+    "step.state_dict() has them; averages of weights, as of AveragedModel: "
+    "step.start_ema(0.999), and step.ema.update() after each optimizer.step()",
+)
 PLACES = (
     "a step's device and precision are decided",
     'compile with device="cuda:0", or precision="bf16"',
@@ -67,11 +72,11 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("modules", "named_modules", "children", "named_children", "apply"),
-                *("get_submodule", "get_parameter", "module", "buffers"),
-                *("named_buffers", "get_buffer", "_modules"),
+                *("get_submodule", "get_parameter", "module", "_modules"),
             ),
             MODULES,
         ),
+        **dict.fromkeys(("buffers", "named_buffers", "get_buffer"), BUFFERS),
         **dict.fromkeys(
             ("to", "cuda", "cpu", "half", "bfloat16", "float", "double"), PLACES
         ),

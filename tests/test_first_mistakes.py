@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.capture_model import capture_model
-from autopar.capture.shared_memory import refuse_shared_memory
+from autopar.capture.unusable_tensors import refuse_shared_memory
 from autopar.cli import main
 from autopar.models.load import ModelError, load_model
 from autopar.passes.errors import CaptureError
@@ -199,6 +199,19 @@ def test_a_loss_function_may_be_a_module_that_is_compiled() -> None:
         step = autopar.compile(model, "", loss_fn=loss_fn, example_inputs=batch)
         wanted = cross_entropy(model(batch["input"]), batch)
         torch.testing.assert_close(step(**batch), wanted)
+
+
+def test_tensors_that_are_not_there_yet_are_refused() -> None:
+    lazy = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(3))
+    batch = {"input": torch.ones(4, 2)}
+    with pytest.raises(CaptureError, match=r"'1.weight' has no shape yet"):
+        capture_model(lazy, batch, lambda out, batch: out.sum())
+    with torch.inference_mode():
+        inferred = nn.Linear(2, 3)
+    with pytest.raises(CaptureError, match=r"under torch\.inference_mode\(\)"):
+        capture_model(inferred, batch, lambda out, batch: out.sum())
+    lazy(**batch)
+    capture_model(lazy, batch, lambda out, batch: out.sum())
 
 
 def test_weights_that_are_tied_by_their_memory_alone() -> None:

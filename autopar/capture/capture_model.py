@@ -13,8 +13,8 @@ from torch import nn
 
 from autopar.capture.chance import Chance
 from autopar.capture.left_as_found import AsFound, Change, counters
-from autopar.capture.shared_memory import refuse_shared_memory
 from autopar.capture.survivors import left_over, only_new, refuse_held
+from autopar.capture.unusable_tensors import refuse_unusable
 from autopar.passes.capture.find_repeats import find_repeats
 from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.trace import Traced, run_without_data, trace
@@ -43,7 +43,7 @@ def capture_model(
     """
 
     tell("capturing the model")
-    refuse_shared_memory(model)
+    refuse_unusable(model)
     as_found = AsFound.of(model, loss_fn)
     chance = Chance(as_found.generators)
 

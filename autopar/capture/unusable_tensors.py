@@ -1,12 +1,32 @@
-"""Parameters that are tied by their memory alone, as by `a.data = b.data`."""
+"""Tensors of a model that no training can begin with: those that are not there yet,
+and parameters that are tied by their memory alone, as by `a.data = b.data`."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from autopar.passes.errors import CaptureError
+
+
+def refuse_unusable(model: nn.Module) -> None:
+    """Raises CaptureError for a tensor that a lazy module has not made yet, or that was
+    made under `torch.inference_mode()`; see also `refuse_shared_memory`."""
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(x):
+            raise CaptureError(
+                f"'{name}' has no shape yet: a lazy module makes it when it is called",
+                fix="call the model once before it is compiled: model(**batch)",
+            )
+        if x.is_inference():
+            raise CaptureError(
+                f"'{name}' was made under torch.inference_mode(), and no derivative "
+                "may be taken of what it is in",
+                fix="make and load the model outside of it, or under torch.no_grad()",
+            )
+    refuse_shared_memory(model)
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
