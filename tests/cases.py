@@ -19,6 +19,7 @@ from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
+from autopar.planner.planner import ShortModel, capture_short
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
 from autopar.proof.ranks import StepInputs, local_parameters, run_steps
@@ -77,6 +78,14 @@ class Case(NamedTuple):
             TRACED[key] = trace(self.model, self.batch, self.loss_fn, precision)
         return TRACED[key]
 
+    def short(self, **options: Any) -> ShortModel:
+        """Captured for planning; once of all that are alike."""
+        key = self._kind(None), repr(sorted(options.items()))
+        if key not in SHORT:
+            given = self.model, self.batch, self.loss_fn
+            SHORT[key] = capture_short(*given, **options)
+        return SHORT[key]
+
     def _kind(self, precision: Lowering) -> Hashable:
         return fingerprint(self.model), *shapes(self.batch), self.loss_fn, precision
 
@@ -126,8 +135,7 @@ def run_all_ranks(
 
 
 TRACED: dict[Hashable, Traced] = {}
-
-
+SHORT: dict[Hashable, ShortModel] = {}
 PROVED: dict[Hashable, Program] = {}
 
 

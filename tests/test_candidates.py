@@ -25,7 +25,6 @@ from autopar.passes.search.candidates import candidates, meshes, searched
 from autopar.passes.search.search import Ranking, accounts_of, run_on_paper, search
 from autopar.planner.planner import (
     ShortModel,
-    capture_short,
     find_plans,
     make_prices,
     make_space,
@@ -45,7 +44,7 @@ def case() -> Case:
 
 @cache
 def of(precision: str = "model", tf32: bool = False) -> ShortModel:
-    return capture_short(case().model, case().batch, precision=precision, tf32=tf32)
+    return case().short(precision=precision, tf32=tf32)
 
 
 def compiled(candidate: Candidate, precision: str = "model") -> Program:
@@ -221,7 +220,7 @@ def test_what_moves_once_a_step_goes_by_layer() -> None:
 def test_what_is_found_is_as_decided_and_right(decided: dict[str, Any]) -> None:
     mesh = Mesh.parse("cp=2" if "context_parallel" in decided else "pp=2")
     request = PlanRequest(cluster_of("4xA100-80GB"), mesh, options=decided)
-    of_all = capture_short(case().model, case().batch, **request.of_all)
+    of_all = case().short(**request.of_all)
     found = find_plans(of_all, request.cluster, SAMPLES, **request.space)
     for e in found.best:
         for name, value in request.decided.items():
@@ -361,7 +360,7 @@ def test_attention_works_in_all_ways_that_it_can(
     dropout: float, tried: set[str]
 ) -> None:
     few = plain_gpt(batch=SAMPLES, dropout=dropout)
-    own = capture_short(few.model, few.batch)
+    own = few.short()
     mesh = Mesh.parse("dp=2,cp=2")
     found = find_plans(own, cluster_of("4xA100-80GB"), 2, mesh)
     assert {e.candidate.context_parallel for e in found.best} == tried

@@ -19,7 +19,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.planner.compile_planned import compiled_once
 from autopar.planner.planned import mesh_of, read_decided
-from autopar.planner.planner import capture_short, find_plans
+from autopar.planner.planner import find_plans
 from autopar.plans.plan_record import PlanRecord, read_record
 from autopar.plans.store import load_plan
 from autopar.reports.explain import difference, explanation_data
@@ -291,7 +291,7 @@ def test_batches_of_another_size() -> None:
 
 def test_the_search_tells_how_far_it_is() -> None:
     case, seen = plain_gpt(), []
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     mesh = Mesh.parse("dp=2")
     watch = lambda done, total: seen.append((done, total))  # noqa: E731
     found = find_plans(of, cluster_of("2xCPU"), 4, mesh, watch)

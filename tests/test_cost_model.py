@@ -21,7 +21,7 @@ from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.passes.schedule_stages import estimate_program
 from autopar.passes.search.balance_layers import balance_ranks
 from autopar.passes.search.search import run_on_paper
-from autopar.planner.planner import ShortModel, capture_short, make_prices, plan_of
+from autopar.planner.planner import ShortModel, make_prices, plan_of
 from autopar.reports.inspection import report_data
 from autopar.reports.simulation import simulate_estimate, simulate_program
 
@@ -46,7 +46,7 @@ def model(tied: bool) -> Case:
 @cache
 def captured(tied: bool, precision: str) -> ShortModel:
     case = model(tied)
-    return capture_short(case.model, case.batch, case.loss_fn, precision=precision)
+    return case.short(precision=precision)
 
 
 def draw(seed: int) -> tuple[bool, str, Cluster, Candidate]:

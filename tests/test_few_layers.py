@@ -56,7 +56,7 @@ def lines(lowered: Lowered) -> list[str]:
 def check(case: Case, mesh: str, **options: Any) -> None:
     """It is lowered once, and to what it is without that."""
     plan = make_plan(mesh, **options)
-    traced = trace(case.model, case.batch, case.loss_fn, plan.lowering)
+    traced = case.trace(plan.lowering)
     few = lower_few(traced, plan, watch)
     assert few is not None
     lowered, remarks = lower(traced, plan, watch)

@@ -29,7 +29,6 @@ from autopar.passes.program import ParameterSpec
 from autopar.passes.search.candidates import meshes
 from autopar.planner.planner import (
     ShortModel,
-    capture_short,
     find_plans,
     make_space,
     plan_of,
@@ -257,7 +256,7 @@ def test_labels_of_an_axis_leave_it_as_it_is() -> None:
 def grouped() -> ShortModel:
     """2 heads of keys, of 2 queries each."""
     case = llama(layers=4)
-    return capture_short(case.model, case.batch, case.loss_fn)
+    return case.short()
 
 
 CLUSTER = cluster_of("4xA100-80GB")

@@ -18,7 +18,6 @@ from autopar.passes.search.search import Ranking, run_on_paper
 from autopar.planner.infeasible import Infeasible, gigabytes, with_devices
 from autopar.planner.planner import (
     ShortModel,
-    capture_short,
     find_plans,
     make_prices,
     make_space,
@@ -31,7 +30,7 @@ PLAIN = {"schedules": ("1f1b",)}  # which keeps the least
 @cache
 def of() -> ShortModel:
     case = plain_gpt(batch=BATCH)
-    return capture_short(case.model, case.batch)
+    return case.short()
 
 
 def plans(cluster: Cluster, **decided: Any) -> Ranking:

@@ -18,7 +18,6 @@ from autopar.passes.price.estimate import Estimate
 from autopar.passes.search.search import accounts_of, run_on_paper
 from autopar.planner.planner import (
     ShortModel,
-    capture_short,
     find_plans,
     make_prices,
     plan_of,
@@ -37,7 +36,7 @@ def case(name: str) -> Case:
 @cache
 def of(name: str, precision: str = "model") -> ShortModel:
     own = case(name)
-    return capture_short(own.model, own.batch, own.loss_fn, precision=precision)
+    return own.short(precision=precision)
 
 
 def candidate(mesh: str, zero: int) -> Candidate:

@@ -46,7 +46,7 @@ from autopar.passes.search.op_sharding_costs import OpShardingCosts
 from autopar.passes.shard.op_sharding import PASS
 from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from autopar.passes.shard.propagate import propagate
-from autopar.planner.planner import capture_short, shard_ops
+from autopar.planner.planner import shard_ops
 from autopar.verify import verify
 
 # --- What labels cost ----------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_any_labels_are_right_and_cost_what_their_program_does(
     build, mesh, axis, seed
 ) -> None:
     case = build(layers=2)
-    traced = trace(case.model, case.batch, case.loss_fn)
+    traced = case.trace()
     named = name_dims(normalize(traced))
     setting = setting_of(named, make_plan(mesh), axis)
     costs = OpShardingCosts(setting)
@@ -117,10 +117,10 @@ def test_the_best_labels_as_by_trying_all(byte: float) -> None:
 @pytest.mark.parametrize("build", [llama, plain_gpt])
 def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
     case = build(layers=6)
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     assert of.layers is not None
     runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
-    whole = name_dims(normalize(trace(case.model, case.batch, case.loss_fn)))
+    whole = name_dims(normalize(case.trace()))
     for byte in (0.0, 1e-9, 1e-7):
         short = Axis(setting_of(of.named, tp(2)), runs).best(byte)
         full = Axis(setting_of(whole, tp(2))).best(byte)
@@ -204,7 +204,7 @@ def test_less_memory_takes_longer_until_nothing_fits() -> None:
 def frugal(case, mesh: str, **options) -> Plan:
     """With labels that need about as little memory as any."""
     of, plan = (
-        capture_short(case.model, case.batch, case.loss_fn),
+        case.short(),
         make_plan(mesh, **options),
     )
     assert of.layers is not None
@@ -221,7 +221,7 @@ def test_plans_with_labels_are_right(build, mesh) -> None:
     case = build(layers=4)
     plan = frugal(case, mesh, microbatches=2)
     assert Plan.from_json(plan.to_json()) == plan
-    program = compile_program(trace(case.model, case.batch, case.loss_fn), plan, PLAIN)
+    program = compile_program(case.trace(), plan, PLAIN)
     assert any("tp" in axes for p in program.parameters.values()
                for dim in p.slots for axes in dim)  # fmt: skip
     verify(program, case.model, case.batch, case.loss_fn, seed=3).check()
@@ -231,10 +231,10 @@ def test_plans_with_labels_are_right(build, mesh) -> None:
 @pytest.mark.parametrize("build", [llama, plain_gpt])
 def test_several_axes_are_labelled_in_turn(build) -> None:
     case = build(layers=4)
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     plan = shard_ops(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).plan
     assert set(plan.op_shardings) == {"cp", "tp"}
-    traced = trace(case.model, case.batch, case.loss_fn)
+    traced = case.trace()
     program = compile_program(traced, plan, PLAIN)
     verify(program, case.model, case.batch, case.loss_fn, seed=3).check()
 

@@ -16,7 +16,6 @@ from autopar.capture.shorten import find_layers, shortened
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
-from autopar.passes.capture.trace import trace
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import PlanError
@@ -72,7 +71,7 @@ def test_part_of_a_pattern_after_its_repeats_is_the_model_s_end() -> None:
     case = plain_gpt(layers=9)
     for block in case.model.blocks[1::2]:
         block.attention.dropout = 0.5
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     assert of.layers is not None and (of.layers.kept, of.runs) == (7, 4)
     assert of.starts == ("blocks.0", "blocks.2", "blocks.4")
     plan = make_plan("tp=2", microbatches=4)
@@ -113,7 +112,7 @@ def test_the_model_is_as_before() -> None:
 def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Account]:
     """Accounts for each stage of the whole model, compiled as it is."""
     plan = replace(make_plan(f"pp={len(cuts) + 1},{mesh}", **options), cuts=cuts)
-    named = name_dims(normalize(trace(case.model, case.batch, case.loss_fn)))
+    named = name_dims(normalize(case.trace()))
     staged = split_stages(insert_collectives(propagate(named, plan)), PLAIN)
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     return [
@@ -135,7 +134,7 @@ def test_accounts_of_any_depth_are_those_of_the_whole_model(
 ) -> None:
     case = build(layers=7)
     options = {"microbatches": 4, "recompute": recompute}
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     assert of.layers is not None and of.layers.kept == 3
     prices = price_layers(
         of.named, make_plan(mesh, **options), of.starts, DEVICE, False
@@ -207,11 +206,11 @@ def small(devices: int = 4, memory: float = 80e9) -> Cluster:
 @pytest.mark.parametrize("build", [plain_gpt, switch_gpt])
 def test_the_plan_compiles_and_is_right(build) -> None:
     case = build().double()
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     for mesh in ("pp=2", "tp=2", "pp=2,tp=2"):
         found = find_plans(of, small(), 8, mesh=make_plan(mesh).mesh)
         plan = plan_of(found.best[0].candidate, of)
-        traced = trace(case.model, case.batch, case.loss_fn)
+        traced = case.trace()
         program = compile_program(traced, plan, PLAIN)
         assert program.plan.mesh.size == 4
         verify(program, case.model, case.batch, case.loss_fn).check()
@@ -247,7 +246,7 @@ def test_with_less_memory_more_is_shared_out_or_made_again() -> None:
 @pytest.mark.slow
 def test_when_nothing_fits_it_is_said_by_how_much() -> None:
     case = plain_gpt(layers=6)
-    of = capture_short(case.model, case.batch)
+    of = case.short()
     with pytest.raises(Infeasible, match="more than the") as caught:
         find_plans(of, small(memory=2e4), 8)
     assert "most are" in str(caught.value) and "fix" in str(caught.value)
@@ -256,7 +255,7 @@ def test_when_nothing_fits_it_is_said_by_how_much() -> None:
 @pytest.mark.slow
 def test_a_batch_that_no_mesh_divides() -> None:
     case = plain_gpt()
-    of = capture_short(case.model, case.batch)
+    of = case.short()
     with pytest.raises(PlanError, match="divides a batch of 7 samples"):
         find_plans(of, small(), 7, mesh=make_plan("dp=4").mesh)
     with pytest.raises(PlanError, match="a global batch of 0"):
@@ -266,7 +265,7 @@ def test_a_batch_that_no_mesh_divides() -> None:
 @pytest.mark.slow
 def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
     case = switch_gpt(batch=16)
-    of = capture_short(case.model, case.batch)
+    of = case.short()
     found = find_plans(of, small(8), 16, mesh=make_plan("ep=8").mesh)
     assert str(found.best[0].candidate.mesh) == "ep=8"
 
@@ -275,7 +274,7 @@ def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
 def test_sequences_and_products_are_split_over_nodes_where_that_may_pay() -> None:
     def space(seq: int, devices: str) -> Space:
         case = plain_gpt(layers=1, heads=8, seq=seq, batch=2)
-        of = capture_short(case.model, case.batch, case.loss_fn)
+        of = case.short()
         return make_space(of, cluster_of(devices), 2)
 
     assert max(space(8192, "64xA100-80GB").sizes["cp"]) == 8  # of its node

@@ -34,7 +34,6 @@ from autopar.passes.search.search import (
 from autopar.passes.stage.differentiate import differentiate, finish, join
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.planner import (
-    capture_short,
     find_plans,
     make_prices,
     make_space,
@@ -45,7 +44,7 @@ from autopar.planner.planner import (
 def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> None:
     case = plain_gpt(layers=4)
     cluster = cluster_of("8xA100-80GB")
-    prices = make_prices(capture_short(case.model, case.batch, case.loss_fn), cluster)
+    prices = make_prices(case.short(), cluster)
     space = Space(cluster, 8, 4, {"tp": (1, 2)}, recompute=("none",))
     timed = make_timer(cluster)
     every = list(candidates(space))
@@ -75,7 +74,7 @@ def test_ranks_hold_and_do_their_part_of_what_fewer_ranks_have(precision) -> Non
     """What is known of a split bounds the bytes and seconds of a finer one."""
     case = plain_gpt(layers=4, batch=8)
     cluster = cluster_of("8xA100-80GB")
-    of = capture_short(case.model, case.batch, case.loss_fn, precision=precision)
+    of = case.short(precision=precision)
     prices, timed = make_prices(of, cluster), make_timer(cluster)
     space = Space(cluster, 8, 4, {"tp": (1, 2, 4), "cp": (1, 2)})
     every = list(candidates(space))
@@ -101,7 +100,7 @@ def test_memory_by_formula_is_that_of_a_schedule() -> None:
     """Also of what several stages of a rank make for a whole step."""
     case = plain_gpt(layers=8, heads=32, seq=8)
     cluster = cluster_of("8xA100-80GB")
-    of = capture_short(case.model, case.batch, case.loss_fn, precision="bf16")
+    of = case.short(precision="bf16")
     prices, timed = make_prices(of, cluster), make_timer(cluster)
     mesh = Mesh.parse("pp=2,dp=4")
     space = Space(cluster, 32, 8, {}, mesh=mesh, recompute=("full",))
@@ -118,7 +117,7 @@ def test_memory_by_formula_is_that_of_a_schedule() -> None:
 def test_what_is_not_priced_would_not_be_picked(monkeypatch) -> None:
     """Also where only what is computed again fits, and by prices for fewer ranks."""
     case = plain_gpt(layers=4)
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     usual = cluster_of("8xA100-80GB")
     prices = make_prices(of, usual)  # which do not depend on the memory
 
@@ -155,7 +154,7 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
     found = []
     for layers, devices in ((4, 4), (16, 32)):
         case = plain_gpt(layers=layers)
-        of = capture_short(case.model, case.batch, case.loss_fn)
+        of = case.short()
         joined.clear()
         find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, sizes={"tp": (1, 2)})
         found.append(len(joined))
@@ -168,7 +167,7 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
 @pytest.mark.parametrize("halves", [False, True])
 def test_one_joint_serves_one_policy_after_another(halves) -> None:
     case = plain_gpt(layers=3)
-    of = capture_short(case.model, case.batch, case.loss_fn)
+    of = case.short()
     plan = make_plan("dp=2,tp=2", microbatches=2, zero=3)
     stage = cut_layers(of.named, plan, of.starts).stages[0]
     sizes = {axis: plan.size(axis) for axis in plan.axes}

@@ -15,7 +15,6 @@ from autopar.passes.errors import LossNotSeparable
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import (
     ShortModel,
-    capture_short,
     find_plans,
     make_prices,
     plan_of,
@@ -40,7 +39,7 @@ def case() -> Case:
 
 @pytest.fixture(scope="module")
 def of(case: Case) -> ShortModel:
-    return capture_short(case.model, case.batch, case.loss_fn)
+    return case.short()
 
 
 @pytest.mark.slow
@@ -58,7 +57,7 @@ def test_plans_have_one_microbatch(case: Case, of: ShortModel) -> None:
 @pytest.mark.slow
 def test_prices_are_those_of_microbatches_where_there_may_be_some() -> None:
     plain, cluster = plain_gpt(batch=8), cluster_of("1xA100-80GB")
-    of = capture_short(plain.model, plain.batch)
+    of = plain.short()
     for e in find_plans(of, cluster, SAMPLES, recompute=("none",)).best:
         apart, at_once = (
             run_on_paper(e.candidate, make_prices(of, cluster, at_once), cluster)

@@ -15,7 +15,7 @@ from autopar.machine.hardware import cluster_of, with_memory
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
-from autopar.planner.planner import capture_short, find_plans, plan_of
+from autopar.planner.planner import find_plans, plan_of
 from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
 from autopar.verify import verify
 
@@ -37,7 +37,7 @@ def test_plans_with_op_shardings_are_faster_and_fit_and_are_right(
     case = plain_gpt(batch=SAMPLES, tied=False)
     where = Mesh.parse(mesh)
     cluster = with_memory(cluster_of(f"{where.size}xA100-80GB"), memory)
-    of = capture_short(case.model, case.batch, precision=precision)
+    of = case.short(precision=precision)
     plain = find_plans(of, cluster, SAMPLES, where, recompute=("none",))
     found, plans = shard_ops_of_best(plain, of, cluster)
     assert plans and {
@@ -61,7 +61,7 @@ def test_plans_with_op_shardings_are_faster_and_fit_and_are_right(
 @pytest.mark.slow
 def test_plans_without_an_axis_to_label_stay() -> None:
     case = plain_gpt(batch=SAMPLES)
-    of, cluster = capture_short(case.model, case.batch), cluster_of("2xA100-80GB")
+    of, cluster = case.short(), cluster_of("2xA100-80GB")
     plain = find_plans(of, cluster, SAMPLES, Mesh.parse("dp=2"))
     found, plans = shard_ops_of_best(plain, of, cluster)
     assert found.best == plain.best and not plans
@@ -69,7 +69,7 @@ def test_plans_without_an_axis_to_label_stay() -> None:
 
 def test_labels_are_tried_where_a_plan_could_become_the_fastest() -> None:
     case = plain_gpt(batch=SAMPLES)
-    of, cluster = capture_short(case.model, case.batch), cluster_of("2xA100-80GB")
+    of, cluster = case.short(), cluster_of("2xA100-80GB")
     fast, slow = (
         find_plans(of, cluster, SAMPLES, Mesh.parse(mesh)) for mesh in ("dp=2", "tp=2")
     )

@@ -27,7 +27,7 @@ from autopar.passes.schedule.step_run import (
     run_step,
 )
 from autopar.passes.search.search import run_on_paper
-from autopar.planner.planner import capture_short, make_prices
+from autopar.planner.planner import make_prices
 from autopar.plans.store import save_plan
 from autopar.reports.simulation import simulate_estimate, simulate_program
 from autopar.reports.trace_file import trace_data
@@ -50,7 +50,7 @@ CANDIDATES = {
 @cache
 def estimates() -> dict[str, Estimate]:
     case = plain_gpt(layers=8)
-    prices = make_prices(capture_short(case.model, case.batch, case.loss_fn), CLUSTER)
+    prices = make_prices(case.short(), CLUSTER)
     return {
         name: run_on_paper(candidate, prices, CLUSTER)
         for name, candidate in CANDIDATES.items()

@@ -28,7 +28,6 @@ from autopar.passes.search.candidates import ALIKE, candidates
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import (
     ShortModel,
-    capture_short,
     find_plans,
     make_prices,
     make_space,
@@ -49,13 +48,13 @@ def case() -> Case:
 
 @cache
 def of() -> ShortModel:
-    return capture_short(case().model, case().batch)
+    return case().short()
 
 
 @cache
 def deep() -> ShortModel:
     made = plain_gpt(layers=16)
-    return capture_short(made.model, made.batch)
+    return made.short()
 
 
 def slow(devices: int) -> Cluster:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autopar.machine.hardware import cluster_of
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.price_layers import Prices
 from autopar.passes.search.recompute_whole import with_whole_layers
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import ShortModel, find_plans, make_prices
@@ -95,9 +97,14 @@ def as_planned(table: str) -> Iterator[Planned]:
         task, candidate = _task(row)
         sequence_parallel = row.get("sp") == "1"
         cluster = task.cluster
-        prices = make_prices(task.model, cluster, sequence_parallel=sequence_parallel)
+        prices = _prices(replace(task, batch=0), sequence_parallel)
         e = run_on_paper(candidate, prices, cluster)
         yield Planned(with_whole_layers(e, prices, cluster), _published(row))
+
+
+@cache
+def _prices(task: Task, sequence_parallel: bool) -> Prices:
+    return make_prices(task.model, task.cluster, sequence_parallel=sequence_parallel)
 
 
 def _published(row: Row) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.models.load import load_model
+from autopar.models.meta import parameters_on_meta
 from autopar.passes.cost import Exchange
 from autopar.passes.price.account import Account, PartCost
 from autopar.planner.planner import ShortModel, capture_short
@@ -46,9 +47,10 @@ def gpt(
     precision: others than "model" keep parameters, gradients and moments in 32 bits.
     """
     dropout = 0.1 if attention == "spelled" else 0.0
-    with torch.device("meta"):
+    with parameters_on_meta() as finish:
         model = GPT(Config(layers, hidden, heads, seq, vocab, dropout))
-        model = model.bfloat16() if precision == "model" else model
+    finish(model)
+    model = model.bfloat16() if precision == "model" else model
     ids = torch.zeros(SAMPLES, seq, dtype=torch.int64)
     batch = {"ids": ids, "labels": ids.clone()}
     return capture_short(model, batch, _loss, precision=precision)
