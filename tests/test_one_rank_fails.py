@@ -11,7 +11,7 @@ import pytest
 from plans import tiny_plan
 from processes import torchrun
 
-BOUND, SOON = 240, 60  # seconds; what waits for a collective waits for ten minutes
+BOUND, SOON = 240, 90  # seconds; what waits for a collective waits for ten minutes
 
 # Appended to the model: rank 1 fails in its sixth update.
 FAILS = """
@@ -127,6 +127,16 @@ def test_a_rank_that_leaves_its_loop_early_meets_the_others(tmp_path: Path) -> N
     said = said_by(tmp_path, script(tmp_path, "step.state_dict()"), plan)
     assert "RanksDisagree: rank 0 steps, but rank 1 takes a state dict" in said
     assert "onnection" not in said
+
+
+@pytest.mark.slow
+def test_an_error_that_a_collective_hides(tmp_path: Path) -> None:
+    """Rank 1 waits in it for rank 0, which waits for rank 1 in a step."""
+    failure, error = ERRORS["an error"]
+    plan = failing(tmp_path, "dp=2", failure)
+    train = Path(script(tmp_path, "finally:\n    torch.distributed.barrier()"))
+    train.write_text(train.read_text().replace("with suppress(StopIteration):", "try:"))
+    check_error(said_by(tmp_path, str(train), plan), error)
 
 
 @pytest.mark.matrix(quick=0, daily=2)

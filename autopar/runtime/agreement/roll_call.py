@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from autopar.passes.digest import digest_of_text
 from autopar.passes.errors import AutoparError
@@ -78,7 +78,10 @@ class RollCall:
     """One rank's part in the roll calls of a step.
 
     comm: of all ranks. judges: by kind of fact, what is said where ranks differ.
+    under_way: another object for each operation of this process that waits for others.
     """
+
+    under_way: ClassVar[object | None] = None
 
     def __init__(self, comm: Comm, judges: Mapping[str, Judge]) -> None:
         self.comm, self.judges = comm, judges
@@ -101,7 +104,17 @@ class RollCall:
         is not the same on all of them.
         """
         if self.comm.mesh.size > 1:
-            self._start(operation, State.HERE, facts, of_stage).finish()
+            with self._waiting():
+                self._start(operation, State.HERE, facts, of_stage).finish()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The context of an operation that ends only when all ranks have begun it."""
+        RollCall.under_way = object()
+        try:
+            yield
+        finally:
+            RollCall.under_way = None
 
     @contextmanager
     def ahead(
@@ -112,16 +125,17 @@ class RollCall:
         if self.comm.mesh.size == 1:
             yield
             return
-        call = self._start(operation, State.AHEAD, facts, of_stage)
-        try:
-            yield
-        except RuntimeError:
+        with self._waiting():
+            call = self._start(operation, State.AHEAD, facts, of_stage)
             try:
-                call.explain()
-            except RanksDisagree as why:
-                raise why from None  # gloo's own words only hide it
-            raise
-        call.finish()
+                yield
+            except RuntimeError:
+                try:
+                    call.explain()
+                except RanksDisagree as why:
+                    raise why from None  # gloo's own words only hide it
+                raise
+            call.finish()
 
     def refuse(self, operation: str, error: AutoparError) -> None:
         """Begin an operation that this rank cannot take part in: the others raise too,

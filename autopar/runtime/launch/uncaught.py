@@ -13,9 +13,8 @@ from types import TracebackType
 from weakref import ref
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from autopar.runtime.launch.watchdog import Watchdog, of_communication
+from autopar.runtime.launch.watchdog import Watchdog, of_communication, record
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -69,12 +68,3 @@ def _uncaught(
         return
     watchdog.stop()  # the others end, and torchrun ends this one, if it does not itself
     record(error, where)
-
-
-def record(error: BaseException, where: TracebackType | None) -> None:
-    """Let torchrun know, which shows at its end what was the first to fail."""
-    try:
-        raise error
-    except BaseException:
-        error.__traceback__ = where  # as it was
-        get_error_handler().record_exception(error)

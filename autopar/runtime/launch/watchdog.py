@@ -19,10 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from autopar.runtime.launch.hidden_error import HiddenError
 from autopar.runtime.launch.meet import first_line, of_agent
 from autopar.runtime.launch.nodes import Node, starts_again, this_node
 
@@ -81,6 +84,7 @@ class Watchdog:
         self._answered = time.monotonic()  # when the store last did
         self._failure: str | None = None
         self._complained = set[str]()
+        self._hidden = HiddenError()
         # One is in the store, which may never answer; the other is not.
         self._threads = [
             threading.Thread(target=target, daemon=True)
@@ -316,6 +320,11 @@ class Watchdog:
         if launched and os.getppid() != self._parent:
             # Its ranks are in sessions of their own, and nobody ends them.
             return self.agree(NO_LAUNCHER.format(self.node.on))
+        if (error := self._hidden.look(self.store)) is not None:
+            where = error.__traceback__
+            traceback.print_exception(type(error), error, where)
+            record(error, where)
+            self.publish(first_line(error))
         if not self.to_the_end:
             return self._said()
         neighbour = (self.rank + 1) % self.world
@@ -337,6 +346,15 @@ def of_communication(error: BaseException) -> bool:
     modules = (frame.f_globals.get("__name__", "") for frame in frames)
     waited = any(name.startswith(COMMUNICATION) for name in modules)
     return waited and isinstance(error, RuntimeError)
+
+
+def record(error: BaseException, where: TracebackType | None) -> None:
+    """Let torchrun know, which shows at its end what was the first to fail."""
+    try:
+        raise error
+    except BaseException:
+        error.__traceback__ = where  # as it was
+        get_error_handler().record_exception(error)
 
 
 class _Gone:
