@@ -295,8 +295,8 @@ def test_a_large_plan_is_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "times"), [("documents", 14), ("padding", 14), ("holes", 48)]
 )
 def test_memory_is_linear_in_the_sequence(kind: str, times: int) -> None:
-    """16,384 rows, where a mask of them would have 2^28 elements."""
-    seq = 2**14
+    """8,192 rows, where a mask of them would have 2^26 elements."""
+    seq = 2**13
     q, k, v, dy = torch.randn(4, 1, 1, seq, 8)
     split = ((seq, ()),)
     ids, shown = None, None

@@ -10,12 +10,12 @@ from statements import with_line
 
 V_SHAPED = planned("deep", "pp=2", microbatches=4, schedule="zb-v", stages_per_rank=2)
 SAMPLE = (  # of the plans, and every how many of their mutants
-    ("verify", planned("dropout", "dp=2,tp=2", microbatches=2), 5),
-    ("verify", planned("experts", "ep=2", microbatches=2), 5),
-    ("small", PLANS[0], 3),
-    ("small", planned("gpt", "pp=2,dp=2", microbatches=2, zero=3), 3),
-    ("small", V_SHAPED, 3),
-    ("small", planned("long", "cp=2", context_parallel="ring"), 3),
+    ("verify", planned("dropout", "dp=2,tp=2", microbatches=2), 7),
+    ("verify", planned("experts", "ep=2", microbatches=2), 7),
+    ("small", PLANS[0], 5),
+    ("small", planned("gpt", "pp=2,dp=2", microbatches=2, zero=3), 5),
+    ("small", V_SHAPED, 5),
+    ("small", planned("long", "cp=2", context_parallel="ring"), 4),
     ("transfer", planned("long", "cp=2,tp=2", microbatches=2), 2),
 )
 
