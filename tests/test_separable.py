@@ -6,6 +6,7 @@ result is that of the whole batch, or an error says which op takes samples toget
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -196,3 +197,25 @@ def test_a_batch_of_one_sample_has_nothing_to_share_out(mesh):
     case.verify(mesh)
     with pytest.raises(BatchError, match=r"first dim .* is 1 .*\n  fix  use microb"):
         case.compile(mesh, 2)
+
+
+class OneByOne(nn.Module):
+    """A model that is called for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return torch.stack([self.head(self.embed(x).tanh()) for x in input_ids])
+
+
+def test_a_loop_over_samples_is_named() -> None:
+    batch = token_batch(seq=4, ignored="none")
+    case = Case(randomize(OneByOne()), batch, mean_of_tokens).double()
+    line = inspect.getsourcelines(OneByOne.forward)[1] + 1
+    with pytest.raises(LossNotSeparable, match="all samples of %input_ids") as refused:
+        case.compile("dp=1", 2)
+    assert refused.value.source == f"test_separable.py:{line}"
+    (note,) = case.proved("dp=2").remarks
+    assert f"needs all at once at test_separable.py:{line}" in note

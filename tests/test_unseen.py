@@ -242,6 +242,24 @@ class Between(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Checkpointed(Between):
+    """Within a checkpoint a module, dropout, and a function with a derivative of its
+    own, which needs what the checkpoint keeps."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__("scaled")
+        self.reentrant = reentrant
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = checkpoint(self.within, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    def within(self, x: Tensor) -> Tensor:
+        x = Gated.apply(self.mid(x), x.sin(), 0.5)[0]
+        return F.dropout(self.mid(x.exp()), 0.3) * x
+
+
 # As the errors' fixes say it.
 FIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "straight through, by operations": lambda x: x + (x.round() - x).detach(),
@@ -345,3 +363,11 @@ def test_an_object_that_is_no_tensor_is_refused_with_its_line():
             trace(between("drawn").model, between("drawn").batch)
     finally:
         del WRONG["drawn"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_what_they_run(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = randomize(Checkpointed(reentrant))
+    case = Case(model, token_batch(seq=4, ignored="none")).double()
+    case.verify("pp=1,tp=2", 2)

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from autopar.passes.capture.call_model import loss_of
-from autopar.passes.capture.function_calls import through_checkpoints
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
-from autopar.passes.errors import AutoparError
 from autopar.passes.graph import resolve
 from autopar.passes.ops.random import draw_of, overload
 from autopar.runtime.comm.routing_replay import Choosing
@@ -187,25 +185,15 @@ def reference_step(
     scale: the greatest power of two, up to that of `LossScale`, without an overflow.
     choosing: notes what routers choose, or tells them.
 
-    `.grad` of the model is left as it was. Raises: AutoparError for dropout within
-    activation checkpoints, whose masks cannot be drawn a second time.
+    `.grad` of the model is left as it was.
     """
     device = next(p.device.type for p in model.parameters())
     own = parameters_in(model, precision)
     with own, OurChance(key), choosing or nullcontext(), torch.enable_grad():
-        with autocast(precision, device), through_checkpoints():
+        with autocast(precision, device):
             loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        try:
-            grads = _gradients(loss, list(wanted.values()), precision)
-        except RuntimeError as error:  # also checkpoint's own
-            if "checkpoint" not in str(error):
-                raise
-            raise AutoparError(
-                "the model's activation checkpoints do not go with this comparison: "
-                "they have dropout within",
-                fix="verify without torch.utils.checkpoint; programs do not use it",
-            ) from error
+        grads = _gradients(loss, list(wanted.values()), precision)
     gradients = {
         n: torch.zeros_like(p) if g is None else g.to(p.dtype)
         for (n, p), g in zip(wanted.items(), grads, strict=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..capture.flex_attention import flex_as_attention
+from ..capture.function_calls import through_checkpoints
 from ..errors import CaptureError
 from ..nested import named_tensors
 
@@ -61,10 +62,11 @@ def loss_of(
     """The scalar loss of `model(**fields)`, or of `loss_fn(model(**fields), fields)`.
 
     Fields that only the loss function reads (labels, weights) stay out of the model's
-    call, also where it takes any keyword but cannot do with them. Raises: CaptureError,
-    if no single scalar loss comes out.
+    call, also where it takes any keyword but cannot do with them. Checkpoints are run
+    through: what is drawn within them could not be drawn a second time. Raises:
+    CaptureError, if no single scalar loss comes out.
     """
-    with _in_place(model):
+    with _in_place(model), through_checkpoints():
         return _loss_of(model, fields, loss_fn)
 
 

@@ -1,4 +1,5 @@
-"""Calls of a torch.autograd.Function, in whose place something else is called."""
+"""Calls of a torch.autograd.Function, in whose place something else is called; and of
+checkpoints, in whose place what they run is."""
 
 from __future__ import annotations
 
@@ -8,18 +9,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 
 Apply = type[torch.autograd.Function]
 
 CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
+# What goes on around a function that a checkpoint of the other kind runs: from torch
+# 2.14 on the second of them.
+AROUND = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",
+)
 
 Users = Callable[[Apply, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 @contextmanager
 def through_checkpoints(users: Users | None = None) -> Iterator[None]:
-    """Within, a reentrant checkpoint is the function that it would run once more.
+    """Within, a checkpoint is the function that it would run once more: that is decided
+    elsewhere, and a derivative that forward takes would run parts of it among the rest.
 
     users: what to call instead of a Function of a user's, with its class, arguments
     and keywords.
@@ -30,7 +39,7 @@ def through_checkpoints(users: Users | None = None) -> Iterator[None]:
 
     def apply(cls: Apply, *args: Any, **kwargs: Any) -> Any:
         if (cls.__module__, cls.__name__) == CHECKPOINT:
-            run, _, *operands = args  # recomputation is decided elsewhere
+            run, _, *operands = args
             return run(*operands)
         if users is None or _is_torchs(cls):
             return super(beneath, cls).apply(*args, **kwargs)
@@ -48,14 +57,22 @@ def through_checkpoints(users: Users | None = None) -> Iterator[None]:
     else:
         function.apply = classmethod(apply)
         BackwardCFunction.__init__ = _called_by_name(users)
+    names = vars(torch.utils.checkpoint)
+    around = {name: names[name] for name in AROUND if name in names}
+    names.update(dict.fromkeys(around, _nothing_around))
     try:
         yield
     finally:
+        names.update(around)
         if isinstance(own, classmethod):
             del beneath.apply
         else:
             function.apply = own
             del BackwardCFunction.__init__
+
+
+def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+    yield
 
 
 def _called_by_name(users: Users | None) -> Callable[[Any], None]:

@@ -19,6 +19,7 @@ from ..mesh import AXES, TIME
 from ..ops.op import op_of
 from ..shard.parameter_sharding import find_casts
 from ..shard.propagate import Sharded
+from ..shard.separable import first_whole, samples_of
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in `h.3.attn`
 PIECE = re.compile(r"\[\d+:\d+\]")  # of a weight that is cut, in `qkv[32:40].weight`
@@ -56,19 +57,26 @@ def _without_experts(sharded: Sharded) -> list[str]:
 
 def _without_samples(sharded: Sharded) -> list[str]:
     """Where ranks that should have samples of their own find none, as of a batch of one
-    row in which documents are packed."""
+    row in which documents are packed, or of one that forward takes apart."""
+    plan, named, op_shardings = sharded.plan, sharded.named, sharded.op_shardings
     products = [
         own
-        for node, own in zip(sharded.graph.nodes, sharded.op_shardings, strict=True)
+        for node, own in zip(sharded.graph.nodes, op_shardings, strict=True)
         if op_of(node).is_product
     ]
-    return [
-        f"{axis} splits no samples, of which the batch has too few: its ranks all "
-        "compute the same; an axis cp splits positions"
-        for axis in sharded.plan.data_axes
-        if axis != TIME and sharded.plan.size(axis) > 1 and products
-        if all(own.get(axis) is None for own in products)
-    ]
+    remarks = []
+    for axis in (a for a in plan.data_axes if a != TIME and plan.size(a) > 1):
+        if not products or any(own.get(axis) is not None for own in products):
+            continue
+        node = first_whole(named, op_shardings, axis)
+        why = "of which the batch has too few"
+        if node is not None and max(samples_of(named).values()) >= plan.size(axis):
+            why = f"which forward needs all at once at {node.location}"
+        remarks.append(
+            f"{axis} splits no samples, {why}: its ranks all compute the same; an axis "
+            "cp splits positions"
+        )
+    return remarks
 
 
 def _unsplit(sharded: Sharded, axis: str) -> list[str]:

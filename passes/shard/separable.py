@@ -60,16 +60,12 @@ def check_loss(
     """Refuses a loss that every microbatch would compute as a whole: the sum of their
     gradients would be as many times the gradient.
 
-    Raises: LossNotSeparable at the first op that takes samples together, or BatchError
+    Raises: LossNotSeparable at the first op that needs samples together, or BatchError
     where there are no samples to share out.
     """
     if states[named.graph.outputs[0].name].pending_on(TIME) == "sum":
         return
-    samples = {
-        d.key: d.size
-        for v in named.graph.inputs
-        for d in (named.dims[v.name][0] if v.shape else ())
-    }
+    samples = samples_of(named)
     if not any(size > 1 for size in samples.values()):
         shapes = ", ".join(f"'{v.name}' {v.type}" for v in named.graph.inputs)
         raise BatchError(
@@ -78,7 +74,7 @@ def check_loss(
             fix="use microbatches=1, or a batch with a first dim that "
             f"{microbatches} divides",
         )
-    node = _first_whole(named, op_shardings, samples)
+    node = first_whole(named, op_shardings, TIME)
     if node is None:
         raise LossNotSeparable(
             f"the loss does not depend on what {microbatches} microbatches share out",
@@ -86,7 +82,7 @@ def check_loss(
         )
     taken = next(v for v in node.operands if _has(named, v, samples))
     raise LossNotSeparable(
-        f"{node} takes samples of %{taken.name} together, so that {microbatches} "
+        f"{node} needs all samples of %{taken.name} at once, so that {microbatches} "
         "microbatches cannot share them out",
         source=str(node.location),
         fix=TOGETHER,
@@ -103,27 +99,36 @@ def reads_whole(named: Named, dim: Dim) -> bool:
     )
 
 
-def _first_whole(
-    named: Named,
-    op_shardings: Sequence[Mapping[str, OpSharding]],
-    samples: Mapping[int, int],
+def samples_of(named: Named) -> Mapping[int, int]:
+    """The dims of samples in a batch, by their keys -> their sizes."""
+    return {
+        d.key: d.size
+        for v in named.graph.inputs
+        for d in (named.dims[v.name][0] if v.shape else ())
+    }
+
+
+def first_whole(
+    named: Named, op_shardings: Sequence[Mapping[str, OpSharding]], axis: str
 ) -> Node | None:
-    """The first node that needs samples of different microbatches: of those that read
-    activations, if there is one, else of those that read the batch alone."""
-    first: dict[Origin, Node] = {}
+    """The first node that needs samples of different ranks of an axis: of those that
+    need all of them, if there is one, else of those that add them up; of these first
+    one that reads activations, not the batch alone."""
+    samples = samples_of(named)
+    first: dict[tuple[bool, bool], Node] = {}
     for node, own, chosen in zip(
         named.graph.nodes, named.factors, op_shardings, strict=True
     ):
-        if chosen.get(TIME) is not None:
+        if chosen.get(axis) is not None:
             continue
-        mixes = any(f.dim.key in samples and f.role != "map" for f in own)
+        roles = {f.role for f in own if f.dim.key in samples} - {"map"}
+        lost = not any(_has(named, v, samples) for v in node.results)
         carried = any(_has(named, v, samples) for v in node.operands)
-        lost = carried and not any(_has(named, v, samples) for v in node.results)
-        if mixes or lost:
+        if carried and (roles or lost):
             origins = [named.origins[v.name] for v in node.operands]
-            both = Origin.BOTH if Origin.BOTH in origins else Origin.INPUT
-            first.setdefault(both, node)
-    return first.get(Origin.BOTH) or first.get(Origin.INPUT)
+            adds = bool(roles) and "whole" not in roles
+            first.setdefault((adds, Origin.BOTH not in origins), node)
+    return first[min(first)] if first else None
 
 
 def _has(named: Named, v: Value, samples: Mapping[int, int]) -> bool:
