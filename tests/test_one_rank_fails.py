@@ -100,7 +100,7 @@ def check_error(said: str, error: str) -> None:
     assert "onnection" not in said  # nor "Connection closed by peer"
 
 
-@pytest.mark.matrix(quick=0, daily=4)
+@pytest.mark.matrix(quick=0, daily=2)
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_error_in_a_script(name: str, mesh: str, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_error_in_a_script(name: str, mesh: str, tmp_path: Path) -> None:
     assert "rank      : 1" in cause and f"{error}\n" in cause
 
 
-@pytest.mark.matrix(quick=0, daily=3)
+@pytest.mark.matrix(quick=0, daily=2)
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_end_in_a_script(name: str, mesh: str, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_an_error_that_a_collective_hides(tmp_path: Path) -> None:
     check_error(said_by(tmp_path, str(train), plan), error)
 
 
-@pytest.mark.matrix(quick=0, daily=2)
+@pytest.mark.matrix(quick=0, daily=1)
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_error_in_a_run(name: str, mesh: str, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_error_in_a_run(name: str, mesh: str, tmp_path: Path) -> None:
     check_error(said_by(tmp_path, "-m", "autopar", "run", plan), error)
 
 
-@pytest.mark.matrix(quick=0, daily=2)
+@pytest.mark.matrix(quick=0, daily=1)
 @pytest.mark.parametrize("name", ENDS_OF_RUN)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_end_in_a_run(name: str, mesh: str, tmp_path: Path) -> None:

@@ -98,7 +98,6 @@ class Run:
     nodes: int
     candidate: Candidate
     throughput: float
-    measured_memory: float
     accounts: tuple[Account, ...]
 
     @property
@@ -196,8 +195,7 @@ def runs(model: str) -> tuple[Run, ...]:
         # Those inside are alike: one of them does.
         kinds = [*stages[:2], *stages[2:][-1:]]
         accounts = tuple(map(_of_nanotron, in_turn(kinds, tp=1)))
-        memory = max(float(row["mem_gb"]) for row in rows)
-        measured.append(Run(nodes, candidate, throughput, memory, accounts))
+        measured.append(Run(nodes, candidate, throughput, accounts))
     return tuple(measured)
 
 
