@@ -142,6 +142,13 @@ class Mesh:
                 fix=f"a mesh has at most {RANKS.most}",
             )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a search asks for it some 100,000 times
+        return hash(self.axes)
+
     @classmethod
     def parse(cls, text: str) -> Mesh:
         """Read `"pp=2,tp=2"`; the empty text is the mesh of one rank.

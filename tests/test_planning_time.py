@@ -17,6 +17,7 @@ from autopar.passes.price.price_layers import cut_layers
 from autopar.passes.search.by_formula import (
     layer_mesh,
     least_bytes,
+    least_computing,
     least_seconds,
     least_states,
     make_timer,
@@ -91,6 +92,7 @@ def test_ranks_hold_and_do_their_part_of_what_fewer_ranks_have(precision) -> Non
             assert least <= priced[1] * parts, (c, fewer)
             shortest = least_seconds(c, space.runs, costs, timed)
             assert shortest <= priced[0] * parts, (c, fewer)
+            assert least_computing(c, space.runs, costs) <= shortest, (c, fewer)
             bounds += parts > 1
     assert bounds > 100
 

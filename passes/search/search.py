@@ -11,8 +11,8 @@ import math
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from ..search.by_formula import (
     Way,
     layer_mesh,
     least_bytes,
+    least_computing,
     least_seconds,
     least_states,
     make_timer,
@@ -136,7 +137,7 @@ class Ranked:
         self.timed = make_timer(space.cluster)
         self.rows: list[tuple[float, float, int, Candidate]] = []
         self.needless = 0
-        self._roomy: set[Candidate] = set()
+        self._roomy: set[object] = set()
         self._hopeless: list[tuple[int, Candidate]] = []
         self._slow: list[tuple[int, Candidate]] = []
         self._fastest: list[float] = []  # seconds of those that fit
@@ -148,8 +149,7 @@ class Ranked:
 
     def add(self, number: int, candidate: Candidate) -> None:
         """Prices a candidate, or sets it aside if it cannot be among the best."""
-        again = candidate.recompute != "none"
-        if again and replace(candidate, recompute="none") in self._roomy:
+        if candidate.recompute != "none" and _but_recompute(candidate) in self._roomy:
             self.needless += 1
         elif (candidate.mesh, candidate.zero) in self._too_large:
             self._hopeless.append((number, candidate))
@@ -192,23 +192,29 @@ class Ranked:
         seconds, peak, complete = priced
         self.rows.append((seconds, peak, number, complete))
         if candidate.recompute == "none" and peak <= ROOMY * self.limit:
-            self._roomy.add(candidate)
+            self._roomy.add(_but_recompute(candidate))
         if peak <= self.limit:
             insort(self._fastest, seconds)
             del self._fastest[TRIED:]
 
     def _is_slow(self, candidate: Candidate) -> bool:
-        c, way = candidate, way_of(candidate)
-        if len(self._fastest) < self._sure or self._is_priced(way):
+        c = candidate
+        if len(self._fastest) < self._sure:
             return False
         alike = self._sure, c.mesh, c.samples, c.recompute, c.zero  # in any schedule
         if alike in self._too_slow:
             return True
+        way = way_of(candidate)
+        if self._is_priced(way):
+            return False
         slowest, of = self._fastest[int(self._sure) - 1], way._replace(halves=False)
         for policy in dict.fromkeys(("none", c.recompute)):
             for costs, parts in self._known(of._replace(recompute=policy)):
-                least = least_seconds(c, self.space.runs, costs, self.timed)
-                if least > slowest * parts:
+                of_whole, limit = (c, self.space.runs, costs), slowest * parts
+                if (
+                    least_computing(*of_whole) > limit
+                    or least_seconds(*of_whole, self.timed) > limit
+                ):
                     self._too_slow.add(alike)
                     return True
         return False
@@ -217,15 +223,7 @@ class Ranked:
         """Whether a rank takes more memory than there is, by the least."""
         c, way = candidate, way_of(candidate)
         if not self._is_priced(way):
-            # Not priced if it takes too much with one sample, backwards whole or shares
-            # of weights; or by what is known of fewer ranks, of which it has a part.
-            one = way._replace(samples=1)
-            less = dict.fromkeys(
-                of._replace(halves=halves, shares=shares)
-                for of in (one, way)
-                for halves in (way.halves, False)
-                for shares in (way.shares, True)
-            )
+            one, less = _lighter(way)
             if any(
                 self._overflows(c, costs, parts, working=of.halves == way.halves)
                 for of in less
@@ -274,6 +272,21 @@ class Ranked:
             yield self.prices(*way._replace(mesh=fewer)), parts
 
 
+@lru_cache(maxsize=4096)  # candidates in a row ask for the same
+def _lighter(way: Way) -> tuple[Way, tuple[Way, ...]]:
+    """Returns the way with one sample; and ways that take no more memory, so that it is
+    not priced if one of these takes too much: with one sample, backwards whole or
+    shares of weights. By what is known of fewer ranks, a rank has a part of it."""
+    one = way._replace(samples=1)
+    less = dict.fromkeys(
+        of._replace(halves=halves, shares=shares)
+        for of in (one, way)
+        for halves in (way.halves, False)
+        for shares in (way.shares, True)
+    )
+    return one, tuple(less)
+
+
 def parts_of(mesh: Mesh, fewer: Mesh) -> int:
     """Into how many parts a mesh splits what each rank of another one does; 0 if it
     does not split that evenly, or by axes whose ranks have other samples."""
@@ -285,6 +298,12 @@ def parts_of(mesh: Mesh, fewer: Mesh) -> int:
     if any(rest or (n > 1 and a not in splits) for a, (n, rest) in ratios.items()):
         return 0
     return prod(n for n, _ in ratios.values())
+
+
+def _but_recompute(candidate: Candidate) -> tuple[object, ...]:
+    """All that candidates of a search differ in, but what they compute again."""
+    c = candidate
+    return c.mesh, c.samples, c.schedule, c.stages_per_rank, c.zero
 
 
 def _kind(way: Way) -> tuple[object, ...]:
