@@ -162,3 +162,15 @@ def test_every_device_is_planned_for() -> None:
             assert cluster.device.name == name
             assert cluster.levels[-1].devices >= devices
     assert set(NODES) | {"CPU"} == set(DEVICES)
+
+
+# TFLOP/s of the best products in bfloat16, see `autopar.machine.hardware.DEVICES`.
+BEST = {"A100-80GB": 271.2, "A100-PCIe-80GB": 252.9, "H100": 794.5, "H200": 794.5}
+BEST |= {"GH200": 828.6, "B200": 1745, "GB200": 1822, "MI300X": 668.4}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_no_device_is_priced_above_the_best_that_it_was_seen_to_do(name: str) -> None:
+    device = DEVICES[name]
+    reached = device.flops["bfloat16"] * device.efficiency / 1e12
+    assert 0.85 * BEST[name] < reached < 0.95 * BEST[name]

@@ -41,9 +41,10 @@ def _gpu(
     float32: float,
     float64: float,
     attention: str = "",
+    efficiency: float = 0.75,
 ) -> Device:
     """half: TFLOP/s in 16 bits. tf32: None before Ampere, which has no bfloat16
-    either."""
+    either. efficiency: see `Device`."""
     peaks = {"float32": float32, "float16": half, "float64": float64}
     if tf32 is not None:
         peaks |= {"bfloat16": half, TF32: tf32}
@@ -56,6 +57,7 @@ def _gpu(
         memory,
         bandwidth,
         flops,
+        efficiency,
         fused=True,
         dispatch=DISPATCH,
         attention=attention,
@@ -69,6 +71,11 @@ def _gpu(
 # A name's words are those by which torch names the device. What attention reaches of
 # the peak is measured on an A100 and an H100; an Ada's tensor cores are programmed as
 # an Ampere's, and those of an H20 have so small a peak that they are no less busy.
+# Products reach 0.75 of the peak, as published runs on A100s and H100s have it, where
+# the best that a search over shapes in bfloat16 came upon reaches 0.87 and 0.80 (Bekman
+# 2026, github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable
+# Matmul FLOPS"). Where it reaches less, so do they, in the proportion of the H100: on a
+# B200 (0.776), a GB200 (0.729) and an MI300X (0.514).
 DEVICES = {
     device.name: device
     for device in (
@@ -95,9 +102,9 @@ DEVICES = {
         _gpu("H800", 80, 3.35, 989.5, 494.7, 67, 1, "hopper"),
         _gpu("H20", 96, 4.0, 148, 74, 44, 1, "ampere"),
         _gpu("GH200", 96, 4.0, 989.5, 494.7, 67, 67, "hopper"),
-        _gpu("B200", 180, 7.7, 2250, 1100, 75, 37),
-        _gpu("GB200", 186, 8.0, 2500, 1250, 80, 40),
-        _gpu("MI300X", 192, 5.3, 1307.4, 653.7, 163.4, 163.4),
+        _gpu("B200", 180, 7.7, 2250, 1100, 75, 37, efficiency=0.72),
+        _gpu("GB200", 186, 8.0, 2500, 1250, 80, 40, efficiency=0.68),
+        _gpu("MI300X", 192, 5.3, 1307.4, 653.7, 163.4, 163.4, efficiency=0.48),
         Device(
             "CPU", 8 * GB, 10 * GB, {"float32": 5e10, "float64": 2.5e10}, launch=5e-6
         ),
