@@ -212,8 +212,8 @@ def test_what_moves_once_a_step_goes_by_layer() -> None:
     "decided",
     [
         {"precision": "bf16", "zero": 1},
-        pytest.param({"schedule": "zb-v", "microbatches": 4}, marks=pytest.mark.slow),
-        pytest.param({"context_parallel": "ring"}, marks=pytest.mark.slow),
+        {"schedule": "zb-v", "microbatches": 4},
+        {"context_parallel": "ring"},
     ],
     ids=str,
 )

@@ -125,8 +125,8 @@ def train_twice(folder: Path, program: Program, model: Any) -> list[Trained]:
     ("mesh", "options"),
     [
         ("pp=2", {"microbatches": 2}),
-        pytest.param("dp=2", {"zero": 3}, marks=pytest.mark.slow),
-        pytest.param("pp=2,dp=2", {"zero": 1}, marks=pytest.mark.slow),
+        ("dp=2", {"zero": 3}),
+        ("pp=2,dp=2", {"zero": 1}),
     ],
 )
 def test_resuming_is_bitwise_with_dropout(tmp_path, mesh, options):

@@ -95,7 +95,7 @@ def test_one_rank(tmp_path: Path, half: bool, plain: Any) -> None:
     ("mesh", "options"),
     [
         ("dp=2", {"zero": 3}),
-        pytest.param("pp=2,tp=2", {"microbatches": 2}, marks=pytest.mark.slow),
+        ("pp=2,tp=2", {"microbatches": 2}),
         pytest.param("dp=2,tp=2", {"zero": 1}, marks=pytest.mark.nightly),
     ],
 )

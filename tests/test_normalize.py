@@ -318,14 +318,9 @@ def test_a_loss_of_ignored_tokens_alone_is_not_a_number() -> None:
 
 # --- Whole models ------------------------------------------------------------------
 
-QUICK = {"gpt2", "llama"}
-
 
 @pytest.mark.matrix(quick=0, daily=5)
-@pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS],
-)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_model_keeps_its_loss(name: str, masked: bool) -> None:
     model, fields = tiny(name), padded_batch()

@@ -52,17 +52,11 @@ def only_small(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("dp=2,pp=2,tp=2", {}),
         ("dp=4", {"zero": 3}),
-        pytest.param("pp=6", {"schedule": "zb-h1"}, marks=pytest.mark.slow),
-        pytest.param("tp=4", {"recompute": "full"}, marks=pytest.mark.slow),
-        pytest.param("dp=2,cp=4", {"zero": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            "pp=2,dp=3", {"zero": 1, "precision": "bf16"}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "pp=3",
-            {"schedule": "interleaved", "stages_per_rank": 2},
-            marks=pytest.mark.slow,
-        ),
+        ("pp=6", {"schedule": "zb-h1"}),
+        ("tp=4", {"recompute": "full"}),
+        ("dp=2,cp=4", {"zero": 2}),
+        ("pp=2,dp=3", {"zero": 1, "precision": "bf16"}),
+        ("pp=3", {"schedule": "interleaved", "stages_per_rank": 2}),
     ],
     ids=str,
 )

@@ -27,8 +27,8 @@ SAMPLES = 16
     ("mesh", "memory", "precision"),
     [
         ("tp=2", 80e9, "model"),
-        pytest.param("dp=2,tp=2", 80e9, "model", marks=pytest.mark.slow),
-        pytest.param("pp=2,cp=2", 80e9, "bf16", marks=pytest.mark.slow),
+        ("dp=2,tp=2", 80e9, "model"),
+        ("pp=2,cp=2", 80e9, "bf16"),
     ],
 )
 def test_plans_with_op_shardings_are_faster_and_fit_and_are_right(

@@ -248,11 +248,11 @@ def train(
     ("mesh", "microbatches", "zero", "offload"),
     [
         ("", 1, 0, False),
-        pytest.param("tp=2", 1, 0, False, marks=pytest.mark.slow),
-        pytest.param("pp=2", 2, 0, False, marks=pytest.mark.slow),
-        pytest.param("dp=2", 1, 3, False, marks=pytest.mark.slow),
-        pytest.param("dp=2", 1, 0, False, marks=pytest.mark.slow),
-        pytest.param("tp=2", 1, 0, True, marks=pytest.mark.slow),
+        ("tp=2", 1, 0, False),
+        ("pp=2", 2, 0, False),
+        ("dp=2", 1, 3, False),
+        ("dp=2", 1, 0, False),
+        ("tp=2", 1, 0, True),
     ],
 )
 def test_habits_give_what_they_give_on_one_device(
