@@ -3,13 +3,18 @@ others say which one it was: in a script that torchrun starts as in `autopar run
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from plans import tiny_plan
-from processes import torchrun
+from processes import ENVIRONMENT, torchrun
+
+from autopar.runtime.launch.launch import running
 
 BOUND, SOON = 240, 90  # seconds; what waits for a collective waits for ten minutes
 
@@ -164,3 +169,42 @@ def test_a_rank_may_end_before_others_that_do_not_need_it(tmp_path: Path) -> Non
     train.write_text(train.read_text().replace("1000", "8"))
     with torchrun(2, str(train), plan, cwd=tmp_path) as process:
         assert process.wait(BOUND) == 0
+
+
+def by_hand(folder: Path, *command: str) -> list[tuple[int, str]]:
+    """Status and screen of two ranks that no launcher started: rank 0 has the store."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    line = [sys.executable, *command]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                running(line, env={**ENVIRONMENT, **told, "RANK": rank}, **pipes)
+            )
+            for rank in "01"
+        ]
+        said = [process.communicate(timeout=BOUND)[0] for process in ranks]
+    return [(ranks[i].returncode, text) for i, text in enumerate(said)]
+
+
+@pytest.mark.slow
+def test_rank_0_keeps_its_store_until_others_ask_it_no_more(tmp_path: Path) -> None:
+    plan = failing(tmp_path, "dp=2", "pass")
+    train = Path(script(tmp_path, "import time; time.sleep(3 * step.comm.rank)"))
+    train.write_text(train.read_text().replace("1000", "8"))
+    for status, said in by_hand(tmp_path, str(train), plan):
+        assert status == 0 and "TCPStore" not in said, said
+
+
+@pytest.mark.slow
+def test_an_error_of_the_rank_that_has_the_store(tmp_path: Path) -> None:
+    plan = failing(tmp_path, "dp=2", "raise ValueError('mine')")
+    model = tmp_path / "model.py"
+    model.write_text(model.read_text().replace('== "1" and', '== "0" and'))
+    (_, first), (status, second) = by_hand(tmp_path, script(tmp_path), plan)
+    assert "ValueError: mine" in first and "model.py" in first
+    assert second.strip() == "autopar: rank 0 failed: ValueError: mine"
+    assert status != 0

@@ -14,7 +14,8 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from autopar.runtime.launch.watchdog import Watchdog, of_communication, record
+from autopar.runtime.launch.errors_of_ranks import of_communication, record
+from autopar.runtime.launch.watchdog import Watchdog
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

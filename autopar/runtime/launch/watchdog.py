@@ -19,12 +19,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from autopar.runtime.launch.errors_of_ranks import of_communication, record
 from autopar.runtime.launch.hidden_error import HiddenError
 from autopar.runtime.launch.meet import first_line, of_agent
 from autopar.runtime.launch.nodes import Node, starts_again, this_node
@@ -36,9 +35,9 @@ TOLD = "torchrun ends this run"
 FINAL = "autopar/final"  # whether a failure would come again
 ENDED = "autopar/ended"  # ranks that were told to end, in order
 LEFT = "autopar/left"  # ranks of a user's script that came to its end
+LET_GO = "autopar/let go"  # how many ranks ask the store no more
+KEPT = 5.0  # seconds, at most, that rank 0 keeps a store of its own for others
 EXIT = 13  # status of a rank that stops because of another one
-# Modules in which a rank waits for others.
-COMMUNICATION = ("torch.distributed.", "autopar.runtime.comm.")
 
 
 class Watchdog:
@@ -85,6 +84,7 @@ class Watchdog:
         self._failure: str | None = None
         self._complained = set[str]()
         self._hidden = HiddenError()
+        self._ended: str | None = None  # who has ended, where ranks have
         # One is in the store, which may never answer; the other is not.
         self._threads = [
             threading.Thread(target=target, daemon=True)
@@ -114,6 +114,17 @@ class Watchdog:
         asking.join(self.patience)
         if asking.is_alive():
             self._end(self._no_store())
+        if self.rank == 0 and not of_agent():
+            self._await_others()
+
+    def _await_others(self) -> None:
+        """Keep the store, which ends with this process, until others ask it no more."""
+        deadline = time.monotonic() + KEPT
+        with suppress(RuntimeError):
+            while self.store.add(LET_GO, 0) < self.world:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(BEAT / 10)
 
     def publish(self, message: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
@@ -152,6 +163,8 @@ class Watchdog:
 
     def reason(self) -> str | None:
         """After an error of communication: which ranks failed, if any did."""
+        if self._failure is not None:
+            return self._failure
         deadline = time.monotonic() + self.silence
         try:
             before = self._all_beats()
@@ -166,7 +179,7 @@ class Watchdog:
             gone = [r for r in before if r != self.rank and 0 < before[r] == after[r]]
             return self.agree(self._no_answer(gone)) if gone else self._said()
         except RuntimeError:
-            return self._no_store()
+            return self._ended or self._no_store()
 
     def ended(self) -> str:
         """After SIGTERM: what failed before, or whom it was sent to.
@@ -212,12 +225,12 @@ class Watchdog:
         """Which ranks have ended, if any did."""
         with suppress(RuntimeError):
             if ranks := self._listed(LEFT):
-                return (
+                self._ended = (
                     f"{self._named(ranks)} ended while others still wait for it\n"
                     "  fix  call the step as often on all ranks: step.batches(loader) "
                     "gives each as many batches"
                 )
-        return None
+        return self._ended
 
     def _told(self) -> list[int]:
         """The ranks that were told to end."""
@@ -288,11 +301,26 @@ class Watchdog:
                 self._failure = self._beat()
             except RuntimeError:
                 if not self.to_the_end:
-                    return  # who kept it has ended
+                    self.store = GONE
+                    break
                 self._failure = self._no_store()
             self._answered = time.monotonic()
+            if self._keeper_left():
+                break
         if self._failure is not None and not self._stop.is_set():
             self.complain(self._failure)
+        with suppress(RuntimeError):
+            self.store.add(LET_GO, 1)
+        if self._keeper_left():
+            self.store = GONE
+
+    def _keeper_left(self) -> bool:
+        """Whether rank 0 came to the end of its script, with a store of its own."""
+        if self.to_the_end or self.rank == 0 or of_agent():
+            return False
+        with suppress(RuntimeError):
+            return self.left() is not None and 0 in self._listed(LEFT)
+        return False
 
     def _watch(self) -> None:
         """End this rank if it does not end by itself, after a failure or without word
@@ -335,26 +363,6 @@ class Watchdog:
         elif now - self._since > self.patience:
             return self.agree(self._no_answer([neighbour]))
         return self._said()
-
-
-def of_communication(error: BaseException) -> bool:
-    """Whether an error may come from a peer that is gone or late: a RuntimeError, for
-    gloo has no other, out of a call of torch.distributed."""
-    if isinstance(error, dist.DistError):
-        return True
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = (frame.f_globals.get("__name__", "") for frame in frames)
-    waited = any(name.startswith(COMMUNICATION) for name in modules)
-    return waited and isinstance(error, RuntimeError)
-
-
-def record(error: BaseException, where: TracebackType | None) -> None:
-    """Let torchrun know, which shows at its end what was the first to fail."""
-    try:
-        raise error
-    except BaseException:
-        error.__traceback__ = where  # as it was
-        get_error_handler().record_exception(error)
 
 
 class _Gone:
