@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from processes import run_commands
 
 from autopar.passes.pipeline import compile_program
 from autopar.passes.shard import documents, layout
@@ -72,6 +71,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands fork their ranks from a server that has imported torch, in place of
     starting a torchrun, for which see `test_launch` and `test_run_model`."""
+    from processes import run_commands  # whose environment `pytest_configure` makes
 
     def launch_by(
         flags: Sequence[str],

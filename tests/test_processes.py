@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from processes import PRELOADED, RankFailed, collect, run_ranks
+from processes import ENVIRONMENT, PRELOADED, RankFailed, collect, run_ranks
 
 
 def fail(how: Callable[[], None]) -> None:
@@ -49,3 +49,9 @@ def test_a_rank_that_hangs_is_named() -> None:
         theirs.send(("done", None))
     with pytest.raises(RankFailed, match=r"ranks \[0\] were not done in time"):
         collect([ours for ours, _ in pipes], deadline=0.0)
+
+
+def test_processes_read_nothing_of_the_user() -> None:
+    """What tests start has the environment that the whole suite has."""
+    for name in ("XDG_CACHE_HOME", "AUTOPAR_CHECK", "COLUMNS"):
+        assert ENVIRONMENT[name] == os.environ[name]
