@@ -1,0 +1,291 @@
+"""What people write in their loops around a step gives what it gives with the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from models import plain_gpt
+from plans import small_model
+from processes import run_ranks
+from test_agreement import batch_of
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+
+import autopar
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
+from autopar.passes.program import Program
+
+Compute = Callable[[int], Tensor]  # a batch's loss; its gradients are there after it
+Habit = Callable[[Any, Compute], list[Tensor]]
+STEPS = 5
+
+
+def loop(
+    optimizer: Optimizer,
+    compute: Compute,
+    after_backward: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> list[Tensor]:
+    losses = []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(compute(i))
+        after_backward()
+        optimizer.step()
+        after()
+    return losses
+
+
+def by_name(m: Any, compute: Compute) -> list[Tensor]:
+    named = dict(m.named_parameters())
+    decays = [n for n in named if n.endswith("weight") and "norm" not in n]
+    groups = [
+        {"params": [named[n] for n in decays], "weight_decay": 0.3},
+        {"params": [p for n, p in named.items() if n not in decays], "lr": 1e-3},
+    ]
+    return loop(AdamW(groups, lr=1e-2), compute)
+
+
+def a_group_added(m: Any, compute: Compute) -> list[Tensor]:
+    first, *rest = m.parameters()
+    optimizer = AdamW([first], lr=1e-2)
+    optimizer.add_param_group({"params": rest, "lr": 1e-3})
+    return loop(optimizer, compute)
+
+
+def accumulated(m: Any, compute: Compute) -> list[Tensor]:
+    optimizer, losses = AdamW(m.parameters(), lr=1e-2), []
+    for i in range(2 * STEPS):
+        losses.append(compute(i))
+        if i % 2:
+            torch._foreach_div_([p.grad for p in m.parameters()], 2)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def averaged_by_hand(m: Any, compute: Compute) -> list[Tensor]:
+    average = {name: x.clone() for name, x in m.state_dict().items()}
+
+    def update() -> None:
+        for name, x in m.state_dict().items():
+            average[name].lerp_(x, 0.1)
+
+    losses = loop(AdamW(m.parameters(), lr=1e-2), compute, after=update)
+    m.load_state_dict(average)
+    return [*losses, compute(STEPS)]
+
+
+def decayed_by_hand(m: Any, compute: Compute) -> list[Tensor]:
+    def decay() -> None:
+        for p in m.parameters():
+            p.data -= 0.01 * p.data
+
+    return loop(SGD(m.parameters(), lr=0.1), compute, after=decay)
+
+
+def resumed(m: Any, compute: Compute) -> list[Tensor]:
+    optimizer = AdamW(m.parameters(), lr=1e-2, amsgrad=True)
+    losses = loop(optimizer, compute)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer = AdamW(m.parameters(), lr=1.0)
+    optimizer.load_state_dict(state)
+    return losses + loop(optimizer, compute)
+
+
+def slow_weights(m: Any, compute: Compute) -> list[Tensor]:
+    slow = [p.detach().clone() for p in m.parameters()]
+
+    @torch.no_grad()
+    def pull() -> None:
+        for p, q in zip(m.parameters(), slow, strict=True):
+            p.copy_(q.lerp_(p, 0.5))
+
+    return loop(SGD(m.parameters(), lr=0.1), compute, after=pull)
+
+
+def perturbed(m: Any, compute: Compute) -> list[Tensor]:
+    """Gradients of weights beside, as minimisers of sharpness take them."""
+    optimizer, losses = SGD(m.parameters(), lr=0.1), []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(compute(i))
+        moves = [0.01 * p.grad.tanh() for p in m.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_([*m.parameters()], moves)
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                compute(i)
+            torch._foreach_sub_([*m.parameters()], moves)
+        optimizer.step()
+    return losses
+
+
+def without_an_optimizer(m: Any, compute: Compute) -> list[Tensor]:
+    losses = []
+    for i in range(STEPS):
+        for p in m.parameters():
+            p.grad = None
+        losses.append(compute(i))
+        with torch.no_grad():
+            for p in m.parameters():
+                p -= 0.1 * p.grad
+    return losses
+
+
+def seeded(m: Any, compute: Compute) -> list[Tensor]:
+    """Each rank otherwise, as for its data: what the step computes is not drawn so."""
+    torch.manual_seed(1000 + getattr(m, "data_rank", 0))
+    return loop(SGD(m.parameters(), lr=0.1), compute, after=lambda: torch.rand(3))
+
+
+def under_anomaly_detection(m: Any, compute: Compute) -> list[Tensor]:
+    with torch.autograd.set_detect_anomaly(True):
+        return loop(SGD(m.parameters(), lr=0.1), compute)
+
+
+HABITS: Mapping[str, Habit] = {
+    "fused": lambda m, c: loop(AdamW(m.parameters(), lr=1e-2, fused=True), c),
+    "foreach": lambda m, c: loop(AdamW(m.parameters(), lr=1e-2, foreach=True), c),
+    "names": lambda m, c: loop(AdamW(m.named_parameters(), lr=1e-2), c),
+    "nesterov": lambda m, c: loop(
+        SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), c
+    ),
+    "centered": lambda m, c: loop(RMSprop(m.parameters(), 1e-3, centered=True), c),
+    "values clipped": lambda m, c: loop(
+        SGD(m.parameters(), lr=1.0),
+        c,
+        lambda: nn.utils.clip_grad_value_(m.parameters(), 1e-3),
+    ),
+    **{
+        habit.__name__: habit
+        for habit in (
+            *(by_name, a_group_added, accumulated, averaged_by_hand, decayed_by_hand),
+            *(resumed, slow_weights, perturbed, without_an_optimizer, seeded),
+            under_anomaly_detection,
+        )
+    },
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return small_model().double()
+
+
+@cache
+def on_one_device() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    results = {}
+    for name, habit in HABITS.items():
+        m = model()
+
+        def compute(i: int, m: nn.Module = m) -> Tensor:
+            loss: Tensor = m(**batch_of(i))[1]
+            loss.backward()
+            return loss
+
+        losses = [loss.item() for loss in habit(m, compute)]
+        results[name] = losses, m.state_dict()
+    return results
+
+
+def on_ranks(program: Program) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    results = {}
+    for name, habit in HABITS.items():
+        step = autopar.compile(
+            model(), program.mesh, program=program, example_inputs=batch_of(0)
+        )
+        losses = [
+            loss.item()
+            for loss in habit(step, lambda i, step=step: step(**batch_of(i)))
+        ]
+        results[name] = losses, step.state_dict()
+    return results
+
+
+@pytest.mark.matrix(quick=0, daily=2)
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("tp=2", 0), ("dp=2", 0), ("dp=2", 3), ("pp=2", 0)]
+)
+def test_a_loop_does_with_a_step_what_it_does_with_the_model(mesh, zero) -> None:
+    plan = Plan(Mesh.parse(mesh), 2, zero=zero)
+    program = autopar.compile_offline(model(), batch_of(0), plan, cluster=PLAIN)
+    for results in run_ranks(on_ranks, 2, program):
+        for name, (losses, state) in on_one_device().items():
+            got, weights = results[name]
+            assert got == pytest.approx(losses, rel=1e-9), name
+            for key, value in state.items():
+                torch.testing.assert_close(weights[key], value, rtol=1e-7, atol=1e-9)
+
+
+# --- weights that are computed of others -------------------------------------------
+
+
+class LowRank(nn.Module):
+    """As a layer around one, or as what its weight is computed by."""
+
+    def __init__(self, layer: nn.Linear, around: bool) -> None:
+        super().__init__()
+        if around:
+            self.layer = layer.requires_grad_(False)
+        sizes = (layer.out_features, 4), (4, layer.in_features)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(size, dtype=layer.weight.dtype) / 10)
+            for size in sizes
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "layer"):
+            return self.layer(x) + 2 * (x @ self.down.T @ self.up.T)
+        return x.detach() + 2 * self.up @ self.down
+
+
+class Ternary(nn.Module):
+    """Rounds, and lets the gradient through."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        scale = w.abs().mean()
+        return w + ((w / scale).round().clamp(-1, 1) * scale - w).detach()
+
+
+class Scaled(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w / w.detach().abs().amax(1, keepdim=True)
+
+
+COMPUTED: list[Callable[[nn.Linear], nn.Module]] = [
+    lambda layer: LowRank(layer, around=True),
+    lambda layer: parametrize.register_parametrization(
+        layer, "weight", LowRank(layer, around=False)
+    ),
+    lambda layer: parametrize.register_parametrization(layer, "weight", Ternary()),
+    lambda layer: parametrize.register_parametrization(layer, "weight", Scaled()),
+    parametrizations.weight_norm,
+    lambda layer: parametrizations.weight_norm(layer, dim=1),
+    lambda layer: parametrizations.spectral_norm(layer).eval(),
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2"])
+def test_weights_that_are_computed_of_others(mesh: str) -> None:
+    case = plain_gpt(layers=2).double()
+    layers = [
+        (parent, name, layer)
+        for path, parent in case.model.named_modules()
+        for name, layer in parent.named_children()
+        if type(layer) is nn.Linear and path
+    ]
+    assert len(layers) == len(COMPUTED)
+    for (parent, name, layer), compute in zip(layers, COMPUTED, strict=True):
+        setattr(parent, name, compute(layer))
+    case.verify(mesh, 2)
