@@ -119,6 +119,23 @@ def test_what_is_no_estimate_is_refused(plan: Path, tmp_path: Path, capsys) -> N
     assert "autopar plan MODEL" in error(capsys)
 
 
+def test_what_is_planned_is_compiled_at_once(tmp_path: Path, capsys) -> None:
+    """To the same programs as by a command of its own."""
+    spec, once, twice = model_file(tmp_path), tmp_path / "once", tmp_path / "twice"
+    asked = [spec, "--devices", "2xA100-80GB", "--mesh", "tp=2", "--op-shardings"]
+    assert main(["plan", *asked, "-o", str(once), "--compile"]) == 0
+    shown = capsys.readouterr().out
+    assert "proved" in shown and f"autopar run {once}" in shown
+    assert main(["plan", *asked, "-o", str(twice)]) == 0
+    assert main(["compile", spec, "--plan", str(twice), "-o", str(twice)]) == 0
+    names = {path.relative_to(once) for path in once.rglob("*") if path.is_file()}
+    assert Path("program.json") in names
+    for name in names:
+        assert (once / name).read_bytes() == (twice / name).read_bytes(), name
+    assert main(["plan", *asked, "--compile"]) == 2
+    assert "--compile has nowhere to write" in error(capsys)
+
+
 @pytest.mark.slow
 def test_what_is_decided_is_kept_with_the_plan(tmp_path: Path, capsys) -> None:
     spec, where = model_file(tmp_path), tmp_path / "p"

@@ -31,7 +31,7 @@ from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
-from autopar.planner.planned import batch_for, read_decided
+from autopar.planner.planned import batch_for, other_devices, read_decided
 from autopar.planner.planner import capture_short, shard_ops
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
@@ -168,7 +168,7 @@ def _cluster(devices: str) -> Cluster:
 def _other_devices(devices: str | None, record: PlanRecord | None) -> Cluster | None:
     """By whose prices stages are cut; None: this machine's, which is measured."""
     cluster = _cluster(devices) if devices else record.cluster if record else None
-    return None if cluster is None or cluster.device.name == "CPU" else cluster
+    return other_devices(cluster) if cluster else None
 
 
 def _microbatches(batch: Mapping, mesh: Mesh) -> int:

@@ -25,11 +25,13 @@ from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.options import OF_ALL, SEARCHED, options_of
 from autopar.passes.mesh import Mesh
+from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import ALIKE
 from autopar.passes.search.search import Ranking
 from autopar.planner.best_plan import best_plan, capture_few_layers
-from autopar.planner.planned import save_record
+from autopar.planner.compile_planned import compile_there
+from autopar.planner.planned import other_devices, save_record
 from autopar.planner.request import PlanRequest, read_shape
 from autopar.plans.plan_record import estimate_data
 from autopar.progress import Progress
@@ -68,6 +70,12 @@ def add(add: Any) -> None:
     add.add_argument(
         "-o", "--output", type=path, metavar="DIR", help="write the best plan"
     )
+    add.add_argument(
+        "--compile",
+        action="store_true",
+        help="and compile and prove it there, as `autopar compile MODEL --plan DIR -o "
+        "DIR` does, without another process's imports",
+    )
     add_json(add)
 
 
@@ -101,6 +109,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
     assert cluster is not None, "the parser asks for one"
     request = read_request(arguments, cluster)
     reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.op_shardings]
+    if arguments.compile and not arguments.output:
+        raise PlanError("--compile has nowhere to write", fix="add -o plan")
     with Progress("plan"):
         loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
         seq, global_batch = arguments.seq or SEQ, read_global_batch(loaded, arguments)
@@ -111,6 +121,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     plans, plan = best.plans, best.plan
     if arguments.output:
         save_record(best.record, plan, arguments.output)
+    proof = None
+    if arguments.compile:
+        proof = compile_there(arguments.output, cluster=other_devices(cluster)).proof
     if arguments.json:
         print(json.dumps(_data(plans, cluster), indent=1))
         return 0
@@ -118,6 +131,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
     print(plans_table(plans, cluster, title, precision_notes(of, cluster)))
     if plan.op_shardings:
         print(f"\n{op_sharding_table(plan)}")
+    if proof:
+        print(f"\n{proof}")
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
     if arguments.output:
         print(f"; wrote {arguments.output}")
@@ -125,7 +140,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
         print(f"next: {command('autopar', 'explain', folder)}")
         print(f"      {command('autopar', 'report', folder)}")
         compile = command("autopar", "compile", model, "--plan", folder, "-o", folder)
-        print(f"      {compile}")
+        run = command("autopar", "run", folder)
+        print(f"      {run if arguments.compile else compile}")
     else:
         print("; -o plan writes the first")
     return 0

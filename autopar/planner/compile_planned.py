@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from autopar.compiler import compile_offline
 from autopar.models.load import load_model
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.program import Program
 from autopar.planner.planned import batch_for, is_planned, read_decided
 from autopar.plans.plan_record import read_record
 from autopar.plans.store import StoredPlan, load_plan, save_plan
@@ -23,7 +25,7 @@ READ, COMPILED, MADE = "autopar/read", "autopar/compiled", "autopar/made"
 def compiled(directory: Path, prove: bool = True) -> StoredPlan:
     """What is compiled there; what is only planned is compiled first, and proved."""
     if is_planned(directory):
-        _compile(directory, prove)
+        compile_there(directory, prove)
     return load_plan(directory)
 
 
@@ -57,11 +59,18 @@ def made_once(make: Callable[[], Path], store: dist.Store, rank: int) -> Path:
     return Path(store.get(MADE).decode())
 
 
-def _compile(directory: Path, prove: bool) -> None:
+def compile_there(
+    directory: Path, prove: bool = True, cluster: Cluster | None = None
+) -> Program:
+    """Compiles what is planned in a directory. cluster: of other devices than this
+    machine's, by whose prices stages are cut."""
     record = read_record(directory)
     decided = read_decided(directory)
     with Progress("compile"):
         loaded = load_model(record.model, seed=record.seed)
         batch = batch_for(loaded, record.global_batch, record.seq)
-        program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
-    save_plan(program, directory, record.model, record.seed, decided.record)
+        program = compile_offline(
+            loaded.model, batch, decided.plan, cluster=cluster, prove=prove
+        )
+    save_plan(program, directory, record.model, record.seed, decided.record, cluster)
+    return program

@@ -20,6 +20,7 @@ from autopar.models.load import LoadedModel, ModelError, example_batch
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan, PlanError
+from autopar.passes.price.cluster import Cluster
 from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
 from autopar.plans.store import MANIFEST, PLAN, checksum, load_plan, refuse_to_replace
 from autopar.read_file import read_text
@@ -79,6 +80,12 @@ def mesh_of(directory: Path) -> Mesh:
     if is_planned(directory):
         return read_decided(directory).plan.mesh
     return load_plan(directory).program.mesh
+
+
+def other_devices(cluster: Cluster) -> Cluster | None:
+    """The cluster, if a plan for it is not for processes of this machine's CPU, which
+    is measured."""
+    return None if cluster.device.name == "CPU" else cluster
 
 
 def batch_for(loaded: LoadedModel, samples: int, seq: int | None) -> dict[str, Tensor]:
