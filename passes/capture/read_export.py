@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..builder import Builder
 from ..capture.choose_rows import ChosenRows
 from ..capture.guards import MARK
-from ..capture.inline_composite import is_composite, plain_composite
 from ..capture.inline_vmap import plain_region, regions
+from ..capture.other_names import usual_op
 from ..capture.user_frames import TORCH
 from ..capture.values_read import UNKNOWN, Read, Unknown, refuse_unknown
 from ..errors import CaptureError
@@ -77,8 +77,6 @@ class ExportReader:
                 result = fx.map_arg(node.args[0], self.values.__getitem__)
             elif node.op == "get_attr":
                 self.values[node] = getattr(module, str(node.target))
-            elif node.op == "call_function" and is_composite(node):
-                self.values[node] = self.inline_module(*plain_composite(node))
             elif node.op == "call_function":
                 self.values[node] = self.call(node)
         self.outputs = tuple(v for v in _flat(result) if isinstance(v, Value))
@@ -93,6 +91,8 @@ class ExportReader:
             for k, v in node.kwargs.items()
         }
         target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            target = usual_op(target)
         if getattr(target, "__name__", "") == "getitem":
             return args[0][args[1]]
         if str(target) == "wrap_with_set_grad_enabled":
@@ -187,14 +187,10 @@ class ExportReader:
                 fix="call what it maps on all samples at once, as operations broadcast "
                 "over dims before those that they work on; and x.detach() for no_grad",
             ) from error
-        self.values.update(zip(made, self.inline_module(reads, plain), strict=True))
-
-    def inline_module(self, reads: list[fx.Node], plain: fx.GraphModule) -> Any:
-        """Copy a module in that is called with what other nodes are."""
         entering = plain.graph.find_nodes(op="placeholder")
         for inner, node in zip(entering, reads, strict=True):
             self.values[inner] = self.values[node]
-        return self.read(plain)
+        self.values.update(zip(made, self.read(plain), strict=True))
 
     def inline_autocast(
         self,
