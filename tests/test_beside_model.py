@@ -205,6 +205,23 @@ def test_a_derivative_of_its_own_is_compared_by_numbers() -> None:
     assert made.by == NUMBERS and made.error < 1e-12
 
 
+def test_of_what_has_no_calls_to_compare_the_difference_is_told() -> None:
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.tanh()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2.0 * g
+
+    def liar(x: Tensor) -> Tensor:
+        return Tanh.apply(x) * (1.0 if is_plain(x) else 3.0)
+
+    with pytest.raises(VerificationFailed, match="than eagerly"):
+        beside(Net(liar), batch(), 1)
+
+
 def test_few_layers_stand_for_all() -> None:
     of = plain_gpt(layers=8)
     made = beside(of.model, of.batch, 2 * LITTLE)

@@ -8,6 +8,7 @@ are declared in `passes.ops` need no other.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -42,12 +43,13 @@ NAMES = {
 
 
 @cache
-def usual_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The op that a name stands for, in place or not; else the op itself."""
+def usual_op(op: Any) -> Any:
+    """The op that a name stands for, in place or not; all else as it is."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return op
     namespace, _, called = op._schema.name.partition("::")
     name = NAMES.get(called.removesuffix("_"))
     if namespace != "aten" or name is None:
         return op
     packet = getattr(torch.ops.aten, name + "_" * called.endswith("_"))
-    usual: torch._ops.OpOverload = getattr(packet, op._overloadname)
-    return usual
+    return getattr(packet, op._overloadname)

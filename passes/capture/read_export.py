@@ -90,9 +90,7 @@ class ExportReader:
             k: _plain(fx.map_arg(v, self.values.__getitem__))
             for k, v in node.kwargs.items()
         }
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            target = usual_op(target)
+        target = usual_op(node.target)
         if getattr(target, "__name__", "") == "getitem":
             return args[0][args[1]]
         if str(target) == "wrap_with_set_grad_enabled":

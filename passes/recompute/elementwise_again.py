@@ -120,7 +120,7 @@ def _minimum_cut(
 ) -> frozenset[int]:
     """The ends, on the sink's side, of a network of values: the i-th enters at 2i and
     leaves at 2i + 1, as wide as that; what else is open has no end of width."""
-    import networkx as nx  # takes a quarter of a second, and not every plan needs it
+    import networkx as nx  # slow to import, and not all commands need it
 
     net = nx.DiGraph()
     net.add_nodes_from((SOURCE, SINK))
