@@ -8,30 +8,28 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from autopar.passes.errors import AutoparError
-from autopar.runtime.agreement.roll_call import RollCall
-from autopar.runtime.launch import hidden_error
 from autopar.runtime.launch.guarded import Terminated, guarded
-from autopar.runtime.launch.hidden_error import HiddenError
 from autopar.runtime.launch.nodes import Node
-from autopar.runtime.launch.watchdog import (
-    BEAT,
-    EXIT,
-    NO_LAUNCHER,
-    TOLD,
-    Watchdog,
-)
+from autopar.runtime.launch.watchdog import BEAT, EXIT, NO_LAUNCHER, TOLD, Watchdog
 
 NO_STORE = "rank 0 does not answer (killed or hung?)"  # it keeps it, without torchrun
 
 
+def lose_connection() -> None:
+    raise dist.DistNetworkError("Connection closed by peer")
+
+
+def end_by_signal() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
 class Clock:
-    """As much of `time` as an watchdog reads; while it sleeps, ranks that live beat."""
+    """As much of `time` as a watchdog reads; while it sleeps, ranks that live beat."""
 
     def __init__(self) -> None:
         self.now, self.living = 0.0, list[Watchdog]()
@@ -172,7 +170,7 @@ def test_who_kept_the_store_is_told(
 
     def body() -> None:
         watchdogs[0].store = LostStore()
-        raise dist.DistNetworkError("Connection closed by peer")
+        lose_connection()
 
     assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == f"\nautopar: {NO_STORE}\n"
@@ -234,45 +232,6 @@ def test_in_a_script_a_rank_that_others_wait_for_in_vain_is_named(
     assert ranks[2]._said() == said == ranks[0].left()
 
 
-@pytest.mark.parametrize("waiting", [0, 1])
-def test_an_error_that_a_collective_hides_is_seen_where_others_wait(
-    waiting: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hidden_error, "LATE", 0.1)
-    store, seen, done = dist.HashStore(), list[object](), threading.Event()
-    store.add(hidden_error.WAITING, waiting)
-    of_torch: dict[str, Any] = {"__name__": "torch.distributed.own", "done": done}
-    exec("def barrier(): done.wait(30)", of_torch)
-
-    def look() -> None:
-        hidden = HiddenError()
-        for _ in range(50):
-            seen.append(hidden.look(store))
-            threading.Event().wait(0.01)
-        done.set()
-
-    thread = threading.Thread(target=look)
-    error = ValueError("mine")
-    with pytest.raises(ValueError, match="mine"):
-        try:
-            raise error
-        finally:
-            thread.start()
-            of_torch["barrier"]()
-    thread.join()
-    assert seen[0] is None and seen[-1] is (error if waiting else None)
-
-
-def test_an_operation_that_lasts_is_told_while_it_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hidden, store = HiddenError(), dist.HashStore()
-    for operation, told in [(1, 0), (1, 1), (2, 0), (2, 1), (2, 1), (None, 0)]:
-        monkeypatch.setattr(RollCall, "under_way", operation)
-        assert hidden.look(store) is None
-        assert store.add(hidden_error.WAITING, 0) == told
-
-
 @pytest.fixture
 def two_nodes(store: dist.Store, clock: Clock) -> Iterator[list[Watchdog]]:
     """Four ranks on two nodes, which have all begun to beat."""
@@ -329,11 +288,8 @@ def test_ranks_that_would_fail_again_are_not_started_again(
     def infeasible() -> None:
         raise AutoparError("no plan fits", fix="use 4 devices")
 
-    def lost() -> None:
-        raise dist.DistNetworkError("Connection closed by peer")
-
     assert guarded(watchdogs[0], infeasible) == 2
-    assert guarded(watchdogs[1], lost) == EXIT
+    assert guarded(watchdogs[1], lose_connection) == EXIT
     assert ended == ([] if restarts == "0" else [os.getppid()] * 2)
 
 
@@ -344,7 +300,7 @@ def test_ranks_that_lost_another_are_started_again(
 
     def lost() -> None:
         watchdogs[1].publish("OutOfMemoryError")
-        raise dist.DistNetworkError("Connection closed by peer")
+        lose_connection()
 
     assert guarded(watchdogs[0], lost) == EXIT and not ended
 
@@ -355,7 +311,7 @@ def test_an_error_of_another_rank_is_told(
 ) -> None:
     def body() -> None:
         watchdogs[1].publish("KeyError: 'x'")
-        raise dist.DistNetworkError("Connection closed by peer")
+        lose_connection()
 
     assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == "\nautopar: rank 1 failed: KeyError: 'x'\n"
@@ -385,29 +341,22 @@ def test_an_error_of_the_users_is_text(
 
 
 def test_a_launcher_that_stops_us_is_obeyed(watchdogs: list[Watchdog]) -> None:
-    def body() -> None:
-        signal.raise_signal(signal.SIGTERM)
-
     for watchdog in watchdogs[1:]:
         watchdog.note_end()
-    assert guarded(watchdogs[0], body) == 128 + signal.SIGTERM
+    assert guarded(watchdogs[0], end_by_signal) == 128 + signal.SIGTERM
     assert watchdogs[1].reason() == TOLD
     signal.raise_signal(signal.SIGTERM)  # it is ending: nothing is raised any more
-    assert guarded(watchdogs[1], body) == 128 + signal.SIGTERM
-    assert issubclass(Terminated, BaseException)
+    assert guarded(watchdogs[1], end_by_signal) == 128 + signal.SIGTERM
     assert not issubclass(Terminated, Exception)
 
 
 def test_a_rank_that_alone_is_told_to_end_is_named(
     watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def body() -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-    assert guarded(watchdogs[1], body) == EXIT
+    assert guarded(watchdogs[1], end_by_signal) == EXIT
     said = "rank 1 got SIGTERM, and no other rank did (killed, or out of time?)"
     assert capsys.readouterr().err == f"\nautopar: {said}\n"
-    assert guarded(watchdogs[0], body) == EXIT  # torchrun ends the others now
+    assert guarded(watchdogs[0], end_by_signal) == EXIT  # torchrun ends the others now
     assert watchdogs[2].reason() == said
 
 
@@ -415,12 +364,9 @@ def test_a_rank_that_alone_is_told_to_end_is_named(
 def test_who_ends_because_another_was_killed_names_that_one(
     watchdogs: list[Watchdog], clock: Clock
 ) -> None:
-    def body() -> None:
-        signal.raise_signal(signal.SIGTERM)
-
     clock.living.remove(watchdogs[2])
     watchdogs[1].note_end()
-    assert guarded(watchdogs[0], body) == EXIT
+    assert guarded(watchdogs[0], end_by_signal) == EXIT
     assert watchdogs[1].reason() == "rank 2 does not answer (killed or hung?)"
 
 
