@@ -10,7 +10,7 @@ small one but for its numbers (`passes.proof.transfer`), and run without numbers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,23 +81,27 @@ def prove_program(
     """
     untouched = Untouched(model, batch, loss_fn, program.plan.lowering)
     beside = run_beside_model(untouched, traced, program.forward_flops, seed)
-    proof = _prove(program, model, batch, traced, loss_fn, seed)
+    proof = _prove(Claim(program, traced, untouched, seed))
     return replace(proof, model=beside)
 
 
-def _prove(
-    program: Program,
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    traced: Traced,
-    loss_fn: Callable[..., Any] | None,
-    seed: int,
-) -> Proof:
-    flops = program.forward_flops
-    if flops <= LITTLE and program.mesh.size <= RANKS:
-        return _prove_whole(program, model, traced, batch, seed)
+@dataclass(frozen=True)
+class Claim:
+    """That a program computes what was captured of a model. seed: of what it is tried
+    on."""
+
+    program: Program
+    traced: Traced
+    untouched: Untouched
+    seed: int
+
+
+def _prove(claim: Claim) -> Proof:
+    flops = claim.program.forward_flops
+    if flops <= LITTLE and claim.program.mesh.size <= RANKS:
+        return _prove_whole(claim)
     try:
-        return _prove_small(program, model, batch, traced, loss_fn, seed)
+        return _prove_small(claim)
     except VerificationFailed:
         raise
     except AutoparError as error:
@@ -107,34 +111,25 @@ def _prove(
                 source=error.source,
                 fix=WITHOUT,
             ) from error
-    return _prove_whole(program, model, traced, batch, seed)
+    return _prove_whole(claim)
 
 
-def _prove_whole(
-    program: Program,
-    model: nn.Module,
-    traced: Traced,
-    batch: Mapping[str, Any],
-    seed: int,
-) -> Proof:
-    return _proof(WHOLE, whole(program, model, traced), batch, seed)
+def _prove_whole(claim: Claim) -> Proof:
+    runnable = whole(claim.program, claim.untouched.model, claim.traced)
+    return _proof(WHOLE, runnable, claim)
 
 
-def _prove_small(
-    program: Program,
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    traced: Traced,
-    loss_fn: Callable[..., Any] | None,
-    seed: int,
-) -> Proof:
+def _prove_small(claim: Claim) -> Proof:
+    program, untouched = claim.program, claim.untouched
     tell("proof: compiling it with small sizes")
-    small = make_small(program, model, batch, loss_fn, traced)
+    small = make_small(
+        program, untouched.model, untouched.batch, untouched.loss_fn, claim.traced
+    )
     tell("proof: comparing texts")
     check_transfer(program, small)
     tell("proof: ranks of full size, without numbers")
     cut_short = check_full_size(program)
-    proof = _proof(SMALL, small, batch, seed)
+    proof = _proof(SMALL, small, claim)
     layers = {
         layer_number(small.few.path, name)
         for stage in program.stages
@@ -152,8 +147,9 @@ def _prove_small(
 # --- running it ------------------------------------------------------------
 
 
-def _proof(size: str, runnable: Runnable, batch: Mapping[str, Any], seed: int) -> Proof:
-    result = run(runnable, batch, seed)
+def _proof(size: str, runnable: Runnable, claim: Claim) -> Proof:
+    """What came of running a claim's program, or of one that it was made small to."""
+    result = run(runnable, claim.untouched.batch, claim.seed)
     program = runnable.program
     worst = result.worst[0]
     proof = Proof(
