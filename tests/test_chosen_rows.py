@@ -18,6 +18,7 @@ from losses_of_rows import (
     of_chosen,
     of_gaps,
     of_numbers,
+    of_two_masks,
     of_zeros,
     written,
 )
@@ -158,6 +159,12 @@ def test_counts_are_as_many_as_torch_gives() -> None:
 def test_what_else_depends_on_how_many_were_chosen_is_refused(add: Any) -> None:
     one = case(of_all, add)
     with pytest.raises(CaptureError, match=r"depends on the values|by \.item"):
+        trace(one.model, one.batch)
+
+
+def test_rows_of_two_masks_are_not_taken_to_be_as_many() -> None:
+    one = case(of_two_masks)
+    with pytest.raises(CaptureError, match="'mse_loss' does more than work on each"):
         trace(one.model, one.batch)
 
 

@@ -49,6 +49,7 @@ COUNTS = (torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero)
 EQUAL = (torch.eq, Tensor.eq, Tensor.__eq__)
 NOT = (torch.logical_not, Tensor.logical_not, Tensor.__invert__)
 SHAPE = Tensor.shape.__get__  # type of a getset descriptor's method
+NORMS = (torch.norm, Tensor.norm, torch.linalg.vector_norm)
 LOGSUMEXP = (torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 MANY = 2**20
 MOST = 2**14  # times that a line asks: more than experts of all layers
@@ -107,6 +108,8 @@ class Guards:
             return self._number(x > 0, self.totals[id(x)][1], "")
         if func in LOGSUMEXP and not has_shape(x):
             return _logsumexp(*args, **kwargs)
+        if func in NORMS and args and not has_shape(x):
+            return _norm(*args, **kwargs)
         count = self._count(x)
         if count and func in UNIQUE and len(args) < 2 and not kwargs.get("dim"):
             if any(kwargs.get(f"return_{extra}") for extra in ("inverse", "counts")):
@@ -248,7 +251,8 @@ def _is_number(x: Tensor) -> bool:
 
 def _any_of(known: Mapping[int, tuple], args: Sequence[Any]) -> tuple | None:
     """What is known of the first tensor among the arguments of which something is."""
-    return next((known[id(x)] for x in args if id(x) in known), None)
+    tensors = (x for x in args if isinstance(x, Tensor))
+    return next((known[id(x)] for x in tensors if id(x) in known), None)
 
 
 class Choices(tuple[Tensor, ...]):
@@ -264,6 +268,18 @@ def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     total = (input - largest).exp().sum(dim, True).log() + largest
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     return total if keepdim else total.squeeze(dims)
+
+
+def _norm(
+    x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Tensor | None:
+    """As torch's; without dims, it may ask whether there is one number only."""
+    order = options.pop("ord", p)
+    if dim is not None or order == "nuc":
+        return None
+    order = 2 if order in ("fro", None) else order
+    dims = tuple(range(x.ndim))
+    return torch.linalg.vector_norm(x, order, dims, keepdim, **options)
 
 
 def _upper_bound(n: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..capture.equal_sizes import call
 from ..capture.guards import Guards
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import with_rows
@@ -120,7 +121,7 @@ class Unseen(TorchFunctionMode):
         if answer is not None:
             return answer
         try:
-            result = func(*args, **(kwargs or {}))
+            result = call(func, args, kwargs or {})
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
