@@ -356,7 +356,9 @@ def test_a_construct_that_is_no_operator() -> None:
             y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
             return y.sum()
 
-    with pytest.raises(CaptureError, match="'cond', which is no plain operator"):
+    line = inspect.getsourcelines(Choice)[1] + 2
+    said = rf"'cond', which is no plain operator\n  at   test_trace.py:{line}\n"
+    with pytest.raises(CaptureError, match=said):
         trace(Choice(), {"x": torch.randn(3)})
 
 

@@ -243,7 +243,7 @@ class ExportReader:
         path = list(stack.values())[-1][0] if stack else ""
         module = path.removeprefix("model").removeprefix(".")
         frames = FRAME.findall(node.meta.get("stack_trace") or "")
-        outside = [f for f in frames if not f[0].startswith(TORCH)]
+        outside = [f for f in frames if not f[0].startswith((TORCH, "<"))]
         # Our own wrapper is the outermost frame of every node.
         file, line = outside[-1] if len(outside) > 1 else ("", "")
         source = f"{os.path.basename(file)}:{line}" if file else self.elsewhere
