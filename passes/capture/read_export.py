@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -85,12 +85,56 @@ class ExportReader:
     def call(self, node: fx.Node) -> Any:
         """Appends the node of a call; returns its results, as values or as numbers that
         the model asked for. Raises: CaptureError for what is no plain operator."""
-        args = tuple(_plain(fx.map_arg(a, self.values.__getitem__)) for a in node.args)
-        kwargs = {
-            k: _plain(fx.map_arg(v, self.values.__getitem__))
-            for k, v in node.kwargs.items()
-        }
+        args = tuple(self.operand(a) for a in node.args)
+        kwargs = {k: self.operand(v) for k, v in node.kwargs.items()}
         target = usual_op(node.target)
+        if not isinstance(target, torch._ops.OpOverload):
+            return self.construct(node, target, args, kwargs)
+        if target is MARK and args[1:] == () and not kwargs:
+            self.asked.append(args[0])
+            return None
+        if str(target) == "aten._assert_scalar.default":
+            return None
+        where = self.where(node)
+        if (made := self.rows.choose(node, args, where)) is not None:
+            return made
+        args, kwargs = self.rows.sized(target, args, kwargs, where)
+        refuse_unknown((args, kwargs), self.values_read, where.source)
+        if self.detached and _gives_itself(node):
+            return args[0]
+        fakes = node.meta.get("val")
+        if isinstance(fakes, UNKNOWN):
+            return Unknown(target._schema.name.rpartition("::")[2], fakes.node.expr)
+        many = isinstance(fakes, tuple | list)
+        outs = self.results(node, fakes if many else (fakes,))
+        made = Node(str(target), args, kwargs, outs, where)
+        self.builder.nodes.append(_with_eps(made))
+        self.place = where.source
+        self.note_flow(target, args, outs)
+        if self.precision is not None:
+            self.autocast.update((v.name, self.precision) for v in outs if v)
+        return outs if many else outs[0]
+
+    def operand(self, arg: Any) -> Any:
+        """An argument of a call, with values for the nodes in it."""
+        return _plain(fx.map_arg(arg, self.values.__getitem__))
+
+    def results(self, node: fx.Node, fakes: Iterable[Any]) -> tuple[Value | None, ...]:
+        """New values of a call's results, None of those that are no tensors. Raises:
+        CaptureError where the data choose a shape."""
+        fakes = [fake if isinstance(fake, torch.Tensor) else None for fake in fakes]
+        if any(fake is not None and self.rows.shape(fake) is None for fake in fakes):
+            read = Read(str(usual_op(node.target)), self.where(node).source)
+            raise (self.values_read or read).error()
+        names = (f"{node.name}_{i}" if i else node.name for i in range(len(fakes)))
+        return tuple(
+            None if fake is None else self.made(name, fake)
+            for name, fake in zip(names, fakes, strict=True)
+        )
+
+    def construct(self, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
+        """The results of what is no operator: a part of others, a region, or a number
+        made of unknown sizes. Raises: CaptureError for all else."""
         if getattr(target, "__name__", "") == "getitem":
             return args[0][args[1]]
         if str(target) == "wrap_with_set_grad_enabled":
@@ -98,52 +142,16 @@ class ExportReader:
         if str(target) == "wrap_with_autocast":
             device, dtype, enabled, _, body, *operands = args
             return self.inline_autocast(device, dtype, enabled, body, operands)
-        if not isinstance(target, torch._ops.OpOverload) and isinstance(
-            node.meta.get("val"), UNKNOWN
-        ):
-            name = str(getattr(target, "__name__", target))
-            return Unknown(name, node.meta["val"].node.expr)
-        if target is MARK and args[1:] == () and not kwargs:
-            self.asked.append(args[0])
-            return None
-        if str(target) == "aten._assert_scalar.default":
-            return None
-        if (made := self.rows.choose(node, args, self.where(node))) is not None:
-            return made
+        if isinstance(number := node.meta.get("val"), UNKNOWN):
+            return Unknown(getattr(target, "__name__", str(target)), number.node.expr)
+        source = self.where(node).source
         if not isinstance(target, torch._ops.HigherOrderOperator):
-            source = self.where(node).source
-            if isinstance(target, torch._ops.OpOverload):
-                args, kwargs = self.rows.sized(target, args, kwargs, self.where(node))
             refuse_unknown((args, kwargs), self.values_read, source)
-        if not isinstance(target, torch._ops.OpOverload):
-            raise CaptureError(
-                f"the captured model calls '{target}', which is no plain operator",
-                source=self.where(node).source,
-                fix="replace this construct by tensor operations in the model",
-            )
-        if self.detached and _gives_itself(node):
-            return args[0]
-        fakes = node.meta.get("val")
-        for fake in fakes if isinstance(fakes, tuple | list) else (fakes,):
-            if isinstance(fake, torch.Tensor) and self.rows.shape(fake) is None:
-                read = self.values_read or Read(str(target), self.where(node).source)
-                raise read.error()
-        if isinstance(fakes, UNKNOWN):
-            return Unknown(target._schema.name.rpartition("::")[2], fakes.node.expr)
-        many = isinstance(fakes, tuple | list)
-        outs = tuple(
-            self.made(f"{node.name}_{i}" if i else node.name, f)
-            if isinstance(f, torch.Tensor)
-            else None
-            for i, f in enumerate(fakes if many else (fakes,))
+        raise CaptureError(
+            f"the captured model calls '{target}', which is no plain operator",
+            source=source,
+            fix="replace this construct by tensor operations in the model",
         )
-        made = Node(str(target), args, kwargs, outs, self.where(node))
-        self.builder.nodes.append(_with_eps(made))
-        self.place = self.where(node).source
-        self.note_flow(target, args, outs)
-        if self.precision is not None:
-            self.autocast.update((v.name, self.precision) for v in outs if v)
-        return outs if many else outs[0]
 
     def inline(
         self, node: fx.Node, enabled: bool, body: fx.GraphModule, operands: tuple
