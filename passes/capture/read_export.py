@@ -85,6 +85,8 @@ class ExportReader:
     def call(self, node: fx.Node) -> Any:
         """Appends the node of a call; returns its results, as values or as numbers that
         the model asked for. Raises: CaptureError for what is no plain operator."""
+        if (number := _number(node)) is not None:
+            return number
         args = tuple(self.operand(a) for a in node.args)
         kwargs = {k: self.operand(v) for k, v in node.kwargs.items()}
         target = usual_op(node.target)
@@ -284,6 +286,15 @@ def _gives_itself(node: fx.Node) -> bool:
     fake = partial(fx.map_arg, fn=lambda n: n.meta["val"])
     with out.fake_mode:
         return node.target(*fake(node.args), **fake(node.kwargs)) is x
+
+
+def _number(node: fx.Node) -> int | float | None:
+    """The number that a call gives where torch knows it, as a size that must be another
+    one; None of others."""
+    number = node.meta.get("val")
+    if isinstance(number, torch.SymInt):
+        number = number.node.maybe_as_int()
+    return number if isinstance(number, int | float) else None
 
 
 def _plain(arg: Any) -> Any:
