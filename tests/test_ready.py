@@ -51,7 +51,7 @@ def test_a_block_leaves_before_the_next_is_ready(mesh, zero, schedule, monkeypat
     case = plain_gpt(layers=4, tied=False)
     program = case.compile(mesh, 2, zero=zero, schedule=schedule)
     at_once = step(case, program, overlaps=False)
-    monkeypatch.setattr("autopar.runtime.execute.gradient_buckets.BUCKET", 1)
+    monkeypatch.setattr("autopar.runtime.execute.gradient_buckets.MOST", 1)
     leaves = LEAVES[zero]
     for (seen, gradients), (late, expected) in zip(
         step(case, program), at_once, strict=True
@@ -117,3 +117,21 @@ def test_what_changes_while_it_is_reduced_is_found():
     program = plain_gpt(layers=1).compile("dp=2")
     with pytest.raises(Mismatch, match="changed while it was being reduced"):
         run_virtual(program.mesh, 1, body)
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_a_small_model_reduces_several_times(layers, monkeypatch):
+    """Of a few bytes too, if they are worth a message, a part leaves early."""
+    case = plain_gpt(layers=layers, tied=False)
+    program = case.compile("dp=2")
+
+    def sizes(comm: Comm) -> list[int]:
+        executor = on_rank(program, comm, case.model)
+        return [bucket.flat.nbytes for bucket in executor.gradients.buckets]
+
+    module = "autopar.runtime.execute.gradient_buckets"
+    [one] = run_virtual(program.mesh, 1, sizes)[0]
+    monkeypatch.setattr(f"{module}.LEAST", 1)
+    several = run_virtual(program.mesh, 1, sizes)[0]
+    assert 2 <= len(several) <= 5 and sum(several) == one
+    assert all(size >= one // 4 for size in several[:-1])

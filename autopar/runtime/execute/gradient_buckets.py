@@ -17,8 +17,9 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.work import Work
 
 LOG = logging.getLogger("autopar")
-# Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
-BUCKET = 25 << 20
+# Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7); of
+# a small model fewer, so that the first of several leave while the backward still runs.
+MOST, LEAST, MESSAGES = 25 << 20, 1 << 20, 4
 
 
 @dataclass
@@ -101,18 +102,24 @@ class Gradients:
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Neighbours of some size each, the same on all ranks of a stage."""
+        sizes = {name: self._bytes(name) for name in names}
+        enough = min(MOST, max(LEAST, sum(sizes.values()) // MESSAGES))
         bucket: list[str] = []
         size = 0
         for name in names:
-            spec = self.program.parameters[name]
-            parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
             bucket.append(name)
-            size += prod(spec.shape) * self.parameters[name].itemsize // parts
-            if size >= BUCKET:
+            size += sizes[name]
+            if size >= enough:
                 yield bucket
                 bucket, size = [], 0
         if bucket:
             yield bucket
+
+    def _bytes(self, name: str) -> int:
+        """Those of a rank's gradient, but for what uneven shares differ in."""
+        spec = self.program.parameters[name]
+        parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
+        return prod(spec.shape) * self.parameters[name].itemsize // parts
 
     def _bucket(
         self, ranks: tuple[int, ...], names: list[str], stages: Sequence[int]
