@@ -280,9 +280,9 @@ class OtherShapes:
                 even=False,
             )
         if evaluating:  # what it does not compute with rests as it did
-            own, before = made.parameters, like.parameters
+            own, before = made.tensors, like.tensors
             idle = {n: s for n, s in before.items() if n in own and not own[n].stages}
-            made = replace(made, parameters={**own, **idle})
+            made = replace(made, tensors={**own, **idle})
         differs = rest_otherwise(made, like)
         if differs or made.buffers.keys() - like.buffers.keys():
             raise AutoparError(

@@ -34,7 +34,7 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
 from autopar.runtime.parameters.offload import Host
-from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
+from autopar.runtime.parameters.whole_updates import WholeUpdates, all_beside
 from autopar.unlike_module import StepLoss
 
 LOG = logging.getLogger("autopar")
@@ -348,7 +348,7 @@ class RankStep(HeldState):
         """
         self._agree()("gather_for")
         program, held = self.program, dict(self.named_parameters())
-        self.comm.open_groups(beside(program, rank) for rank in self.everyone())
+        self.comm.open_groups(all_beside(program))
         made = WholeUpdates(program, self.comm, held, optimizer)
         self._updates.whole[optimizer] = made
         return optimizer

@@ -45,7 +45,7 @@ def assemble(
             )
             for i, one in enumerate(emitted)
         ),
-        parameters=_specs(staged, graph.params),
+        tensors=_specs(staged, graph.params),
         buffers=_specs(staged, graph.buffers),
         aliases=traced.aliases,
         inputs={v.name: (v.shape, dtype_name(v.dtype)) for v in graph.inputs},
@@ -65,6 +65,11 @@ def assemble(
         outputs=_outputs(staged),
         metrics=traced.metrics,
         known=traced.known,
+        joined={
+            part.source: traced.joined[part.source]
+            for part in map(traced.part, graph.params)
+            if part.source in traced.joined
+        },
     )
 
 

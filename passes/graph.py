@@ -71,16 +71,6 @@ class Value:
         return name_text(self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a parameter of a graph is of the model's own: the block that begins at
-    `start` in parameter `source`, which has this shape."""
-
-    source: str
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-
-
 @cache
 def layer_of(module: str) -> str:
     """Returns the path of the layer that a module is in, as `h.3`; '' outside

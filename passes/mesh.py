@@ -7,7 +7,7 @@ is the fastest, as in torch's DeviceMesh. In `pp=2,tp=3` rank 4 is `pp=1, tp=1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -171,6 +171,18 @@ class Mesh:
         if name not in self._sizes:
             _known(name)
         return self._sizes.get(name, 1)
+
+    def span(
+        self, extent: int, axes: Sequence[str], coords: Mapping[str, int]
+    ) -> tuple[int, int]:
+        """Where the part of a dim begins that axes leave the rank at `coords`, and how
+        long it is."""
+        begin = 0
+        for axis in axes:
+            parts, here = self.axis_size(axis), coords[axis]
+            begin += start(extent, parts, here)
+            extent = balanced(extent, parts)[here]
+        return begin, extent
 
     @cached_property
     def _sizes(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from .assemble import assemble
 from .capture.input_ranges import find_input_ranges
 from .capture.lower_precision import lower_precision
 from .capture.normalize import normalize
-from .capture.trace import Traced
+from .capture.traced import Traced
 from .dims.name_dims import Named, name_dims
 from .emit_modules import emit_modules
 from .errors import AutoparError, BatchError, CaptureError

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from .capture.input_ranges import InputRange
-from .graph import Part
 from .mesh import PIPELINE, Mesh
+from .part import Part, part_name
 from .plan import Plan
 from .price.account import Account
 from .price.stage_seconds import StageSeconds
@@ -25,6 +26,31 @@ FORMAT = 6
 
 
 @dataclass(frozen=True)
+class Row:
+    """Which of the parameters that are stacked in a tensor one is.
+
+    tensor: by the name that stages have for it. index: its place among them. factors,
+    slots: of the dim along which they are stacked, as of a `ParameterSpec`.
+    """
+
+    tensor: str
+    index: int
+    factors: tuple[int, ...]
+    slots: tuple[tuple[str, ...], ...]
+
+    def here(self, mesh: Mesh, coords: Mapping[str, int]) -> int | None:
+        """Its place in the shard of the rank at `coords`; None if it is elsewhere."""
+        place, unit, left = 0, 1, self.index
+        for extent, axes in zip(self.factors[::-1], self.slots[::-1], strict=True):
+            begin, length = mesh.span(extent, axes, coords)
+            left, at = divmod(left, extent)
+            if not begin <= at < begin + length:
+                return None
+            place, unit = place + (at - begin) * unit, unit * length
+        return place
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
     """How a parameter or buffer is sharded, and how its gradient is completed.
 
@@ -32,7 +58,8 @@ class ParameterSpec:
     axes that split them. pending: axes over which its gradient is a pending sum at the
     end of a step. gathered: axes over which it is gathered for its uses, and its
     gradient scattered. stages: those that hold it (several for a tied weight). part:
-    what it is of a parameter of the model; mostly all of it.
+    what it is of a parameter of the model; mostly all of it. row: what it is of a
+    tensor in which ranks have several.
     """
 
     shape: tuple[int, ...]
@@ -45,10 +72,30 @@ class ParameterSpec:
     stages: tuple[int, ...]
     trainable: bool
     part: Part
+    row: Row | None = None
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """The axes that split its dims."""
+        return tuple(a for dim in self.slots for axes in dim for a in axes)
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        return tuple(a for dim in self.slots for axes in dim for a in axes)
+        """The axes whose ranks have different parts of it, or some of them none."""
+        rows = self.row.slots if self.row else ()
+        return (*self.cut_axes, *(a for axes in rows for a in axes))
+
+    def rows(self, name: str, sources: Sequence[str]) -> Iterator[ParameterSpec]:
+        """Each of the parameters of the model that it stacks as a tensor. sources:
+        their names."""
+        for index, source in enumerate(sources):
+            row = Row(name, index, self.factors[0], self.slots[0])
+            part = Part(source, self.part.shape[1:], self.part.start[1:])
+            dims = self.factors[1:], self.dims[1:], self.slots[1:]
+            yield ParameterSpec(
+                self.shape[1:], self.dtype, *dims, self.pending, self.gathered,
+                self.stages, self.trainable, part, row,
+            )  # fmt: skip
 
     @property
     def pattern(self) -> str:
@@ -105,6 +152,8 @@ class StageSpec:
 class Program:
     """plan: the decisions. modules: key -> Python text, each distinct text once.
 
+    tensors: what stages compute with, see `parameters`. joined: those that stack
+    several parameters of the model -> the names of these.
     inputs: batch field -> (global shape, dtype). loss_pending: axes over which the
     loss is a pending sum; time always, if there are several microbatches. literals:
     constants of the model's code, by name. groups: the sets of axes that collectives
@@ -119,7 +168,7 @@ class Program:
     plan: Plan
     schedule: Schedule
     stages: tuple[StageSpec, ...]
-    parameters: Mapping[str, ParameterSpec]
+    tensors: Mapping[str, ParameterSpec]
     buffers: Mapping[str, ParameterSpec]
     aliases: Mapping[str, str]
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
@@ -136,10 +185,44 @@ class Program:
     outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
     metrics: int = 0
     known: Mapping[str, int] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
         return self.plan.mesh
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """What optimizers are given: the model's parameters, or parts of them. A stage
+        computes with these, and with tensors that several of them are rows of."""
+        specs: dict[str, ParameterSpec] = {}
+        for name, spec in self.tensors.items():
+            if (sources := self.joined.get(spec.part.source)) is None:
+                specs[name] = spec
+                continue
+            for row in spec.rows(name, sources):
+                specs[part_name(row.part, row.shape)] = row
+        return specs
+
+    def rows_of(self, name: str) -> tuple[str, ...]:
+        """The parameters that are stacked in a tensor of stages; itself, if it is one
+        of them."""
+        return self._rows.get(name, (name,))
+
+    @cached_property
+    def _rows(self) -> Mapping[str, tuple[str, ...]]:
+        rows: dict[str, list[str]] = {}
+        for name, spec in self.parameters.items():
+            if spec.row is not None:
+                rows.setdefault(spec.row.tensor, []).append(name)
+        return {name: tuple(own) for name, own in rows.items()}
+
+    def holds(self, name: str, rank: int) -> bool:
+        """Whether a rank has a parameter, or a part of it."""
+        spec, mesh = self.parameters[name], self.mesh
+        if not {*spec.stages} & {*self.stages_of(rank)}:
+            return False
+        return spec.row is None or spec.row.here(mesh, mesh.coords(rank)) is not None
 
     @property
     def sources(self) -> dict[str, list[str]]:
@@ -202,7 +285,7 @@ class Program:
         # Few parameters differ in these.
         kinds = {
             self.gradient_axes(spec)
-            for spec in self.parameters.values()
+            for spec in self.tensors.values()
             if spec.trainable and spec.stages
         }
         groups = {
@@ -232,7 +315,8 @@ class Program:
             "format": FORMAT,
             "schedule": str(self.schedule).split("\n"),
             "stages": [asdict(s) for s in self.stages],
-            "parameters": {k: asdict(v) for k, v in self.parameters.items()},
+            "tensors": {k: asdict(v) for k, v in self.tensors.items()},
+            "joined": {k: list(v) for k, v in self.joined.items()},
             "buffers": {k: asdict(v) for k, v in self.buffers.items()},
             "aliases": dict(self.aliases),
             "inputs": {k: list(v) for k, v in self.inputs.items()},

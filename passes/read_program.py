@@ -33,6 +33,8 @@ def read_program(text: str, plan: Plan, modules: Mapping[str, str]) -> Program:
     data = parse_json(text, WHERE, ProgramError, AGAIN)
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise ProgramError(f"{WHERE} is not of format {FORMAT}", fix=AGAIN)
+    if "parameters" in data:  # as it was called when they were all of the model's
+        data["tensors"] = data.pop("parameters")
     written = {"schedule": tuple[str, ...], "literals": Mapping[str, _Literal]}
     read = decode_fields(Program, data, WHERE, ProgramError, AGAIN, written, ELSEWHERE)
     read["schedule"] = Schedule.parse("\n".join(read["schedule"]))
@@ -72,7 +74,7 @@ class _Literal:
 def _faults(program: Program) -> Iterator[str]:
     """What parts say that other parts contradict."""
     stages, ranks = len(program.stages), program.mesh.pipeline_ranks
-    placement, specs = program.schedule.stage_to_rank, dict(program.parameters)
+    placement, specs = program.schedule.stage_to_rank, dict(program.tensors)
     specs |= program.buffers
     if len(program.schedule.ranks) != ranks or not set(placement) <= set(range(ranks)):
         yield f"its schedule is not for {ranks} pipeline ranks"
@@ -95,7 +97,7 @@ def _faults(program: Program) -> Iterator[str]:
         for name in stage.names.values():
             if name not in specs:
                 yield f"stage {i} uses '{name}', which is not described"
-            elif name in program.parameters and i not in specs[name].stages:
+            elif name in program.tensors and i not in specs[name].stages:
                 yield f"stage {i} uses '{name}', which lies elsewhere"
         took = stage.took
         if min(took.forward, took.backward, took.weight, took.send) < 0:
@@ -107,7 +109,7 @@ def _faults(program: Program) -> Iterator[str]:
     for name, spec in specs.items():
         if not _is_tensor(spec) or not set(spec.stages) <= set(range(stages)):
             yield f"'{name}' is no tensor that its stages can hold"
-        if not {*spec.split_axes, *spec.pending, *spec.gathered} <= known:
+        if not {*spec.cut_axes, *spec.pending, *spec.gathered} <= known:
             yield f"'{name}' is split over axes that the mesh lacks"
 
 

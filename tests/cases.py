@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.shorten import find_facts
 from autopar.passes.capture.mixed_precision import Lowering
-from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.capture.trace import trace
+from autopar.passes.capture.traced import Traced
 from autopar.passes.mesh import Mesh, usual_split
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan

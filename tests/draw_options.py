@@ -24,7 +24,8 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 from autopar.options import LAYOUTS, make_plan
-from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.capture.trace import trace
+from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import (
     AutoparError,
     CaptureError,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.capture.trace import Traced
+from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Graph
 from autopar.passes.ops.evaluate import evaluate
 

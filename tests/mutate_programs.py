@@ -13,15 +13,15 @@ Named = Iterator[tuple[str, Program]]  # what was changed, and the program
 
 
 def with_spec(program: Program, name: str, **changes: object) -> Program:
-    spec = replace(program.parameters[name], **changes)
-    return replace(program, parameters={**program.parameters, name: spec})
+    spec = replace(program.tensors[name], **changes)
+    return replace(program, tensors={**program.tensors, name: spec})
 
 
 # --- parameters ---------------------------------------------------------------------
 
 
 def sum_of_gradient_lost(program: Program) -> Named:
-    for name, spec in program.parameters.items():
+    for name, spec in program.tensors.items():
         for axis in spec.pending:
             rest = tuple(a for a in spec.pending if a != axis)
             yield f"{name} on {axis}", with_spec(program, name, pending=rest)
@@ -29,7 +29,7 @@ def sum_of_gradient_lost(program: Program) -> Named:
 
 def sum_of_gradient_doubled(program: Program) -> Named:
     """Over an axis where ranks have it whole already."""
-    for name, spec in program.parameters.items():
+    for name, spec in program.tensors.items():
         for axis, size in program.mesh.axes:
             known = {*spec.pending, *spec.split_axes, *spec.gathered, "pp"}
             if axis not in known and size > 1 and spec.trainable:
@@ -39,7 +39,7 @@ def sum_of_gradient_doubled(program: Program) -> Named:
 
 def share_of_another_factor(program: Program) -> Named:
     """The axis splits the factor before or after the one that it should."""
-    for name, spec in program.parameters.items():
+    for name, spec in program.tensors.items():
         flat = [
             (dim, i) for dim, axes in enumerate(spec.slots) for i in range(len(axes))
         ]
@@ -54,7 +54,7 @@ def share_of_another_factor(program: Program) -> Named:
 
 def share_of_another_rank(program: Program) -> Named:
     """Two axes of one factor in the other order; a factor's own extents swapped."""
-    for name, spec in program.parameters.items():
+    for name, spec in program.tensors.items():
         turned = tuple(tuple(axes[::-1] for axes in dim) for dim in spec.slots)
         if turned != spec.slots:
             yield name, with_spec(program, name, slots=turned)
@@ -71,7 +71,7 @@ def share_of_another_rank(program: Program) -> Named:
 
 
 def tied_weight_not_summed(program: Program) -> Named:
-    for name, spec in program.parameters.items():
+    for name, spec in program.tensors.items():
         if len(spec.stages) > 1:
             for stage in spec.stages:
                 rest = tuple(s for s in spec.stages if s != stage)
@@ -79,7 +79,7 @@ def tied_weight_not_summed(program: Program) -> Named:
 
 
 def frozen_though_trained(program: Program) -> Named:
-    for name, spec in program.parameters.items():
+    for name, spec in program.tensors.items():
         if spec.trainable:
             yield name, with_spec(program, name, trainable=False)
 
@@ -91,9 +91,9 @@ def weights_of_another_layer(program: Program) -> Named:
     for number, stage in enumerate(program.stages):
         for a, b in combinations(stage.names, 2):
             one, other = stage.names[a], stage.names[b]
-            if one not in program.parameters or other not in program.parameters:
+            if one not in program.tensors or other not in program.tensors:
                 continue
-            if layout(program.parameters[one]) == layout(program.parameters[other]):
+            if layout(program.tensors[one]) == layout(program.tensors[other]):
                 names = {**stage.names, a: other, b: one}
                 stages = list(program.stages)
                 stages[number] = replace(stage, names=names)

@@ -16,7 +16,7 @@ import torch
 from calls import GROUPS, LOSSES, aten, caller
 
 from autopar.passes.capture.normalize import CLEAN, MEANING
-from autopar.passes.capture.trace import Traced
+from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Location, Node, resolve
 from autopar.passes.ops.arguments import PLACEMENT, arguments, is_default, refuse_unread

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.options import make_plan
-from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.capture.trace import trace
+from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN

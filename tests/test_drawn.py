@@ -102,9 +102,9 @@ def test_the_norm_that_clips_is_compared():
     assert proof.errors[NORM] < 1e-10
     # Whole on both ranks: each has half of its gradient, and takes it for all of it.
     whole = tuple(tuple(() for _ in factors) for factors in spec.slots)
-    parameters = {**program.parameters, name: replace(spec, slots=whole)}
+    parameters = {**program.tensors, name: replace(spec, slots=whole)}
     with pytest.raises((RankError, VerificationFailed)):
-        verify(replace(program, parameters=parameters), model, batch)
+        verify(replace(program, tensors=parameters), model, batch)
 
 
 @pytest.mark.slow

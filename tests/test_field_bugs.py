@@ -123,7 +123,7 @@ def test_a_norm_that_sequence_parallel_ranks_do_not_sum(norm, of):
     spec = program.parameters[name]
     assert spec.pending == ("tp",)
     own = {**program.parameters, name: replace(spec, pending=())}
-    wrong = replace(program, parameters=own)
+    wrong = replace(program, tensors=own)
     assert_noticed(plan, wrong, f"another gradient of '{name}'")
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PASSES = (
     "__init__", "errors", "ranges", "atoms", "digest", "nested", "watch", "graph_text",
     "graph", "builder", "decode", "mesh", "ops", "cost", "layers", "repeat_layers",
-    "capture", "dims", "schedule", "recompute", "plan", "shard",
+    "part", "capture", "dims", "schedule", "recompute", "plan", "shard",
     "stage", "price", "search", "proof_record", "program", "proof",
     "read_program", "schedule_stages", "emit_modules", "assemble", "pipeline"
 )  # fmt: skip

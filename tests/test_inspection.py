@@ -62,7 +62,7 @@ def test_layers_that_differ_are_rows_of_their_own() -> None:
     program = small_program()
     name = "blocks.1.mlp.up.weight"
     other = replace(program.parameters[name], slots=(((),), ((),)))
-    changed = replace(program, parameters={**program.parameters, name: other})
+    changed = replace(program, tensors={**program.tensors, name: other})
     rows = [r for r in parameter_table(changed).rows if r[0].endswith("mlp.up.weight")]
     assert [(r[0], r[2]) for r in rows] == [
         ("blocks.0.mlp.up.weight", "ffn/tp embed"),
@@ -74,7 +74,7 @@ def test_long_names_take_two_lines() -> None:
     program = small_program()
     long = "model.layers.0.self_attention_block.query_projection.weight"
     spec = program.parameters["norm.weight"]
-    changed = replace(program, parameters={long: spec}, aliases={})
+    changed = replace(program, tensors={long: spec}, aliases={})
     [row] = parameter_table(changed).rows
     assert row[0] == "model.layers.0.self_attention_block.\n  query_projection.weight"
 

@@ -13,7 +13,8 @@ from interpret import loss_of
 from torch import Tensor, nn
 
 from autopar.passes.capture.normalize import normalize
-from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.capture.trace import trace
+from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Node, Value, short
 
 

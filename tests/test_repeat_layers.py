@@ -17,7 +17,8 @@ from autopar.capture.capture_model import capture_model
 from autopar.options import make_plan
 from autopar.passes.builder import prune
 from autopar.passes.capture import trace as tracing
-from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.capture.trace import trace
+from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Value
 from autopar.passes.layers import Repeats
 from autopar.passes.pipeline import compile_program

@@ -186,9 +186,7 @@ def judged(
 def half(program: Program) -> Program:
     """The same of weights in bfloat16."""
     specs = program.parameters.items()
-    return replace(
-        program, parameters={n: replace(s, dtype="bfloat16") for n, s in specs}
-    )
+    return replace(program, tensors={n: replace(s, dtype="bfloat16") for n, s in specs})
 
 
 def test_a_rank_that_did_not_tell_is_not_judged() -> None:

@@ -165,3 +165,24 @@ def test_a_captured_graph_shrinks_as_a_whole() -> None:
     assert q.shape == k.shape and v.shape[-1] != q.shape[-1]
     window = next(n for n in small.nodes if n.op == "aten.lt.Scalar").args[1]
     assert window <= seq, "the window hides what it hid"
+
+
+def test_no_more_are_chosen_than_there_are() -> None:
+    """Of 64 experts on as many ranks there are 2 on 2, of which nobody chooses 6."""
+    splits = {6: frozenset({("tp",)}), 64: frozenset({("ep",)})}
+    given = [6, 64], (), frozenset(), splits, {"tp": 3, "ep": 64}, {"tp": 3, "ep": 2}
+    assert choose_sizes(*given) == {6: 6, 64: 2}
+    with pytest.raises(NotShrunk):
+        choose_sizes(*given, (), [((6,), (64,))])
+    x = torch.randn(4, 64)
+    extents = find_extents(trace(Chosen(), {"x": x}))
+    assert extents.most == {((6,), (64,))}
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).topk(6).values.sum()

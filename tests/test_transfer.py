@@ -68,8 +68,8 @@ def test_parameters_for_others_and_other_factors_are_noticed() -> None:
     turned = replace(spec, factors=tuple(dim[::-1] for dim in spec.factors))
     assert turned != spec
     with pytest.raises(NotProved, match=f"'{name}' does not rest"):
-        parameters = {**program.parameters, name: turned}
-        check_transfer(replace(program, parameters=parameters), small)
+        parameters = {**program.tensors, name: turned}
+        check_transfer(replace(program, tensors=parameters), small)
 
 
 def test_keys_that_count_layers_from_one_end_with_the_last() -> None:
@@ -147,7 +147,7 @@ def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:
 
     def other(large: tuple[int, ...]) -> str | None:
         few, many = (
-            replace(program, parameters={name: replace(spec, factors=(own,))})
+            replace(program, tensors={name: replace(spec, factors=(own,))})
             for own in ((3, 4, 4), large)
         )
         return find_other_spec(many, few, sizes, {name: ((3, 6, 8),)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
+from losses_of_rows import of_all
 from models import cut_gpt, plain_gpt
+from models_of_rows import case as experts
+from models_of_rows import in_place
 from processes import run_ranks
 from torch import Tensor, nn
 
@@ -19,7 +23,11 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.step import Step
 
-MODELS = {"plain": plain_gpt, "cut": cut_gpt}
+MODELS: dict[str, Callable[[], Case]] = {
+    "plain": partial(plain_gpt, layers=2),
+    "cut": partial(cut_gpt, layers=2),
+    "experts": partial(experts, of_all, in_place),
+}
 STEPS, HALF = 4, 2
 
 
@@ -55,8 +63,9 @@ def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def build(model: str) -> Case:
-    case = MODELS[model](layers=2).double()
-    case.model.get_parameter("norm.weight").requires_grad_(False)
+    case = MODELS[model]().double()
+    if model != "experts":
+        case.model.get_parameter("norm.weight").requires_grad_(False)
     return case
 
 
@@ -69,7 +78,8 @@ def train_plainly(model: str, make: Callable[..., Any]) -> dict[str, Tensor]:
     optimizer = make(list(case.model.parameters()))
     for i in range(STEPS):
         optimizer.zero_grad()
-        case.model(**batch_of(case, i))[1].backward()
+        returned = case.model(**batch_of(case, i))
+        (returned if isinstance(returned, Tensor) else returned[1]).backward()
         optimizer.step()
     return case.model.state_dict()
 
@@ -101,6 +111,7 @@ def train(
 
 
 PLANS = [
+    ("experts", "ep=2,tp=2", {}),
     ("plain", "tp=2", {}),
     ("cut", "tp=2", {}),
     ("plain", "dp=2", {"zero": 3}),

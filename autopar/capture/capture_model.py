@@ -17,7 +17,8 @@ from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.capture.unusable_tensors import refuse_unusable
 from autopar.passes.capture.find_repeats import find_repeats
 from autopar.passes.capture.mixed_precision import Lowering
-from autopar.passes.capture.trace import Traced, run_without_data, trace
+from autopar.passes.capture.trace import run_without_data, trace
+from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
 from autopar.progress import tell
 

@@ -63,7 +63,7 @@ def optimizer_pieces(step: HeldState, optimizer: Optimizer) -> State:
     for name, p in step.named_parameters():
         owned = step.owns(name)
         spec = step.program.parameters[name]
-        first = owned and not any(step.comm.coords[a] for a in spec.split_axes)
+        first = owned and not any(step.comm.coords[a] for a in spec.cut_axes)
         first = first and not any(spec.part.start)
         for entry, value in optimizer.state.get(p, {}).items():
             key = _saved_key(step, ("optimizer", "state", name, entry))

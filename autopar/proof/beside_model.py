@@ -24,7 +24,8 @@ from autopar.capture.shorten import shortened
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.called import Call, Calls
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
-from autopar.passes.capture.trace import Traced, run_without_data
+from autopar.passes.capture.trace import run_without_data
+from autopar.passes.capture.traced import Traced
 from autopar.passes.capture.user_frames import at_work
 from autopar.passes.errors import AutoparError
 from autopar.passes.proof_record import CALLS, NUMBERS, Beside
@@ -97,7 +98,7 @@ def _compare_numbers(untouched: Untouched, traced: Traced, seed: int) -> Beside:
     like = {name: x.cpu() for name, x in real_values(model).items()}
     buffers = values_of_buffers(traced.graph.buffers, like, seed)
     problem = "it gives no finite numbers"
-    for weights, inputs in draw_values(traced.graph, like, batch, seed):
+    for weights, inputs in draw_values(traced, like, batch, seed):
         values = {**like, **weights}
         try:
             limits = _limits(untouched, values, inputs, seed)
@@ -110,7 +111,7 @@ def _compare_numbers(untouched: Untouched, traced: Traced, seed: int) -> Beside:
             continue
         if not all(bool(x.isfinite().all()) for x in (want.loss, ours.loss)):
             continue
-        return _agreed(untouched, ours, want, set(traced.trainable))
+        return _agreed(untouched, ours, want, set(ours.gradients))
     return Beside(why=f"it does not run in float64 ({problem})")
 
 

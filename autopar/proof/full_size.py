@@ -163,7 +163,7 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
     specs = {
         (spec.shape, spec.factors, spec.slots): spec
         for name in program.stages[stage].names.values()
-        if (spec := program.parameters.get(name)) is not None
+        if (spec := program.tensors.get(name)) is not None
     }
     first: dict[str, int] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
@@ -196,7 +196,6 @@ def run_module(
     """Runs a stage's module on a rank of the meta device. Returns what it told others,
     what the module declares, where it stopped too early. Raises VerificationFailed."""
     comm = Listener(program.mesh, program.plan.microbatches, rank)
-    mine = set(program.stages_of(rank))
     held = {
         name: nn.Parameter(
             torch.empty(
@@ -207,7 +206,7 @@ def run_module(
             requires_grad=spec.trainable,
         )
         for name, spec in program.parameters.items()
-        if mine & set(spec.stages)
+        if program.holds(name, rank)
     }
     buffers = {
         name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=META)

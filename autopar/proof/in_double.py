@@ -73,7 +73,7 @@ def program_in_double(program: Program) -> Program:
         program,
         plan=replace(program.plan, precision="model"),
         modules={key: _text_in_double(text) for key, text in program.modules.items()},
-        parameters={k: spec(v) for k, v in program.parameters.items()},
+        tensors={k: spec(v) for k, v in program.tensors.items()},
         buffers={k: spec(v) for k, v in program.buffers.items()},
         inputs={k: (shape, name(d)) for k, (shape, d) in program.inputs.items()},
         literals={k: in_double(x) for k, x in program.literals.items()},

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.capture.trace import Traced
+from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Node, Value, resolve
 from autopar.passes.ops.random import DRAWN
 from autopar.proof.in_double import grouped_mm, in_double, tree_in_double
@@ -25,14 +25,14 @@ SKIPPED = ("aten._assert", "aten.sym_")
 def run_graph(
     traced: Traced, values: Mapping[str, Tensor], key: int | None
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, the gradient of every trainable parameter, and what comes out beside the
-    loss, by name.
+    """Loss, the gradient of every trainable parameter of the model's own, and what
+    comes out beside the loss, by name.
 
-    values: of inputs, parameters, buffers and constants. key: of random numbers and
-    masks of dropout; None: there is no dropout.
+    values: of inputs, the model's parameters, buffers and constants. key: of random
+    numbers and masks of dropout; None: there is no dropout.
     """
     graph = traced.graph
-    held = {name: in_double(x) for name, x in values.items()}
+    held = {name: in_double(x) for name, x in traced.stacked(values).items()}
     wanted = [v.name for v in graph.params if v.name in traced.trainable]
     for name in wanted:
         held[name] = held[name].detach().clone().requires_grad_()
@@ -56,7 +56,7 @@ def run_graph(
         for name, x, g in zip(wanted, leaves, grads, strict=True)
     }
     outputs = {n: held[v.name].detach() for n, v in traced.named_outputs.items()}
-    return loss.detach(), gradients_of, outputs
+    return loss.detach(), traced.apart(gradients_of), outputs
 
 
 def _run(node: Node, held: Mapping[str, Tensor], chance: OurChance) -> Any:

@@ -25,7 +25,7 @@ from autopar.passes.capture.input_ranges import (
     InputRange,
     find_input_ranges,
 )
-from autopar.passes.capture.trace import Traced
+from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import BatchError
 from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import choose_sizes
@@ -134,7 +134,8 @@ def _small(
     if size * sum(prod(v.shape) for v in graph.params) > LITTLE:
         extents = find_extents(traced)
         constraints = (extents.sizes, extents.sums, extents.fixed)
-        shrinker = Shrinker(extents, choose_sizes(*constraints, {}, {}, {}))
+        sizes = choose_sizes(*constraints, {}, {}, {}, most=extents.most)
+        shrinker = Shrinker(extents, sizes)
         traced = shrinker.graph(traced)
         known = {v.name for v in graph.buffers}
         like = {n: shrinker.tensor(n, x) for n, x in like.items() if n in known}
@@ -166,7 +167,7 @@ def _first_difference(
     """What of a step is another one when a batch is padded."""
     shapes = {v.name: tuple(v.shape) for v in longer.graph.inputs}
     kinds = {v.name: (v.shape, v.dtype) for v in short.graph.inputs}
-    specs = {v.name: (v.shape, v.dtype) for v in longer.graph.params}
+    specs = {n: (v.shape, v.dtype) for n, v in longer.parameters.items()}
     for seed in range(DRAWS):
         weights = draw_parameters(specs, seed, buffers)
         batch = draw_batch(kinds, ranges, seed)

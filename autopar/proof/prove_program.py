@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.own_modes import on_cpu
-from autopar.passes.capture.trace import Traced
+from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import TIME
 from autopar.passes.program import Program
@@ -216,9 +216,7 @@ def _expect(
     """What the captured graph computes, with what is drawn for it."""
     traced, key = runnable.traced, (seed << 32) + number
     problem = "it gives no finite numbers"
-    drawn = draw_values(
-        traced.graph, runnable.like, batch, seed + number, not runnable.sizes
-    )
+    drawn = draw_values(traced, runnable.like, batch, seed + number, not runnable.sizes)
     for weights, inputs in drawn:
         values = {**inputs, **weights, **buffers, **traced.literals}
         try:

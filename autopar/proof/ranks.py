@@ -201,13 +201,12 @@ def local_parameters(
     program: Program, comm: Comm, wholes: Mapping[str, Tensor]
 ) -> dict[str, nn.Parameter]:
     """The rank's shards of the parameters that its stages hold."""
-    mine = program.stages_of(comm.rank)
     return {
         name: nn.Parameter(
             _own(program, comm, name, wholes), requires_grad=spec.trainable
         )
         for name, spec in program.parameters.items()
-        if set(spec.stages) & set(mine)
+        if program.holds(name, comm.rank)
     }
 
 
@@ -273,7 +272,7 @@ def check_owners(program: Program) -> None:
             held_by = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
             for rank in range(mesh.size):
                 coords = mesh.coords(rank)
-                if owns(spec, mesh, coords, held_by):
+                if program.holds(name, rank) and owns(spec, mesh, coords, held_by):
                     mine = take_shard(count, spec, mesh, coords)
                     put_shard(count, mine + 1, spec, mesh, coords)
         if not bool((count == 1).all()):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.capture.capture_model import capture_model
 from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
-from autopar.passes.capture.trace import Traced
+from autopar.passes.capture.traced import Traced
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import PIPELINE, TIME
 from autopar.passes.pipeline import compile_program
@@ -98,7 +98,9 @@ def make_small(
     made = compile_program(small, own, even=False)
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
     with torch.no_grad():
-        like = {k: shrinker.tensor(k, x).cpu() for k, x in like.items() if k in held}
+        held_like = captured.stacked(like).items()
+        like = {k: shrinker.tensor(k, x).cpu() for k, x in held_like if k in held}
+        like = small.apart(like)
     factors = {v.name: extents.factors[v.name] for v in small.graph.params}
     positions = extents.positions(sizes) | {
         (prod(product), prod(sizes[n] for n in product))
@@ -121,7 +123,7 @@ def _choose(
         large = {axis: plan.size(axis) for axis in axes}
         known = extents.sizes, extents.sums, extents.fixed, splits, large, axes
         try:
-            return axes, choose_sizes(*known, products)
+            return axes, choose_sizes(*known, products, extents.most)
         except NotShrunk as error:
             problem = problem or error
     assert problem is not None, "there is a small mesh"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.passes.capture.input_ranges import find_input_ranges
-from autopar.passes.graph import Graph, Value
+from autopar.passes.capture.traced import Traced
+from autopar.passes.graph import Value
 from autopar.proof.draw_values import draw_batch, draw_parameters
 
 STEPS = 2  # that a proof takes
@@ -20,21 +21,22 @@ ByName: TypeAlias = dict[str, Tensor]
 
 
 def draw_values(
-    graph: Graph,
+    traced: Traced,
     like: Mapping[str, Tensor],
     batch: Mapping[str, Any],
     number: int,
     own: bool = True,
 ) -> Iterator[tuple[ByName, ByName]]:
-    """Weights and inputs of a graph, by name, on the CPU: drawn ones, of which the
+    """The model's weights and inputs, by name, on the CPU: drawn ones, of which the
     first have a sample without labels, and a query that sees nothing; then the batch's
     own, if `own` and it has all, and with these the model's weights.
 
     like: what weights are drawn like, see `draw_parameters`. number: even ones draw for
     one step, odd ones for the next, see `draw_batch`.
     """
-    inputs, params = _specs(graph.inputs), _specs(graph.params)
-    ranges = find_input_ranges(graph)
+    inputs = _specs(traced.graph.inputs)
+    params = _specs(tuple(traced.parameters.values()))
+    ranges = find_input_ranges(traced.graph)
     real = {
         name: x.cpu()
         for name, x in batch.items()

@@ -132,7 +132,7 @@ def _held(program: Program, stage: int) -> tuple[int, int]:
     """Number and bytes of the parameters that the stage's first rank holds for it."""
     coords = program.mesh.coords(first_rank(program, stage))
     number, total = 0, 0
-    for spec in program.parameters.values():
+    for spec in program.tensors.values():
         if stage in spec.stages:
             here = prod(local_shape(spec, program.mesh, coords))
             number += here
@@ -143,8 +143,8 @@ def _held(program: Program, stage: int) -> tuple[int, int]:
 def _layers(program: Program, stage: int) -> str:
     """`tokens, positions, blocks.0-3`: the modules whose parameters a stage holds."""
     alias_of = {name: alias for alias, name in program.aliases.items()}
-    names = [n for n in program.stages[stage].names.values() if n in program.parameters]
-    tied = [n for n in names if program.parameters[n].stages[0] != stage]
+    names = [n for n in program.stages[stage].names.values() if n in program.tensors]
+    tied = [n for n in names if program.tensors[n].stages[0] != stage]
     names = [n for n in names if n not in tied] + [alias_of.get(n, n) for n in tied]
     modules: dict[str, list[int]] = {}
     for name in names:
@@ -213,7 +213,7 @@ def _reductions(program: Program, stage: int) -> list[Communication]:
     """Lists gradients' reductions after a step: one for each set of axes and dtype."""
     coords = program.mesh.coords(first_rank(program, stage))
     total: Counter[tuple[tuple[str, ...], str]] = Counter()
-    for spec in program.parameters.values():
+    for spec in program.tensors.values():
         axes, _ = program.gradient_axes(spec)
         if spec.trainable and stage in spec.stages and axes:
             elements = prod(local_shape(spec, program.mesh, coords))
@@ -297,7 +297,7 @@ def report_data(program: Program, cluster: Cluster | None = None) -> dict[str, A
         "shares": [asdict(share) for share in shares(program)],
         "precision": program.plan.precision,
         "tf32": program.plan.tf32,
-        "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
+        "parameters": [_parameter_data(n, p) for n, p in program.tensors.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],
         "memory": [asdict(m) for m in program.memory],

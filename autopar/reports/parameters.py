@@ -31,7 +31,7 @@ def parameter_table(program: Program, every: bool = False) -> Table:
     every: one row for each parameter instead.
     """
     rows: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
-    for name, spec in program.parameters.items():
+    for name, spec in program.tensors.items():
         layer = None if every else LAYER.search(name)
         before, after = (name, "")
         if layer:

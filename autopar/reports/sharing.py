@@ -51,7 +51,7 @@ def shares(program: Program) -> list[Share]:
         coords = mesh.coords(first)
         elements = whole = at_rest = 0
         formula = 0.0
-        for p in program.parameters.values():
+        for p in program.tensors.values():
             if stage not in p.stages:
                 continue
             # An axis that an op splits it on, as ep splits experts, shares nothing out.

@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
 from autopar.models.load import load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
-from autopar.passes.capture.trace import Traced, trace  # noqa: E402
+from autopar.passes.capture.trace import trace  # noqa: E402
+from autopar.passes.capture.traced import Traced  # noqa: E402
 from autopar.passes.mesh import Mesh  # noqa: E402
 from autopar.passes.pipeline import compile_program  # noqa: E402
 from autopar.passes.plan import Plan  # noqa: E402

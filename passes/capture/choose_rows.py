@@ -28,6 +28,7 @@ class ChosenRows:
         # A mask, and its size, as a mask may be written to -> what chooses its rows.
         self.chosen: dict[tuple[str, str], tuple[Value, ...]] = {}
         self.masks: dict[str, Value] = {}  # those sizes -> what chooses so many
+        self.columns: dict[str, tuple[Value, ...]] = {}  # of a table of places, its own
 
     def shape(self, fake: torch.Tensor) -> tuple[int, ...] | None:
         """The shape of a tensor; None if its rows are not those of a mask."""
@@ -48,9 +49,13 @@ class ChosenRows:
             if len(columns) == 1:
                 return columns[0]
             shape = (columns[0].shape[0], len(columns))
-            return self.builder.emit(
+            table = self.builder.emit(
                 "aten.cat.default", (tuple(columns), 1), shape, torch.int64, where
             )
+            self.columns[table.name] = places
+            return table
+        if args and isinstance(args[0], Value) and args[0].name in self.columns:
+            return self._column(name, args)
         if name == "aten.masked_select.default" and args[0].shape == args[1].shape:
             args, name = (args[0], (args[1],)), "aten.index.Tensor"
         if name == "aten.index.Tensor" and not has_shape(fake):
@@ -58,6 +63,14 @@ class ChosenRows:
         if name == "aten.slice.Tensor" and not has_shape(fake):
             return self._cut(node, args, where)
         return None
+
+    def _column(self, name: str, args: tuple) -> Any:
+        """`table[:, 0]`, or all columns of one; None of another part."""
+        table, dim, *index = args if len(args) > 1 else (*args, 0)
+        columns = self.columns[table.name]
+        if dim in (1, -1) and name == "aten.select.int":
+            return columns[index[0]]
+        return columns if dim in (1, -1) and name == "aten.unbind.int" else None
 
     def _cut(self, node: fx.Node, args: tuple, where: Location) -> Value | None:
         """`rows[:most]`: as many stand for some of the rows as for all; what it is, if

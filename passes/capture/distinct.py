@@ -31,13 +31,13 @@ def one_at_most(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
     if node.name in ("aten.ne", "aten.gt") and node.arg("other") == 0:
         return one_at_most(x, made)
     if node.name == "aten.one_hot":
-        return _distinct(x, made)
+        return distinct_dims(x, made)
     if node.name == "aten.eq":
         return frozenset(d for o in node.operands for d in _compared(node, o, made))
     return frozenset(_after(node, d) for d in one_at_most(x, made)) - {-1}
 
 
-def _distinct(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
+def distinct_dims(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
     """The dims of integers along which no two are equal."""
     node = made.get(v.name)
     if node is None or not node.operands or v.dtype not in WIDE:
@@ -47,7 +47,7 @@ def _distinct(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
         return frozenset(
             {node.arg("dim") % rank} if v == node.outs[-1] and rank else ()
         )
-    dims = _distinct(node.operands[0], made)
+    dims = distinct_dims(node.operands[0], made)
     if op_of(node).elements in KEPT:
         return dims
     return frozenset(_after(node, d) for d in dims) - {-1}
@@ -57,7 +57,7 @@ def _compared(node: Node, v: Value, made: Mapping[str, Node]) -> set[int]:
     """The dims of a comparison along which one operand differs, and none other is more
     than one number."""
     rank = len(node.out.shape)
-    back = {d - len(v.shape) for d in _distinct(v, made)}
+    back = {d - len(v.shape) for d in distinct_dims(v, made)}
     for o in node.operands:
         if o is not v:
             back = {d for d in back if -d > len(o.shape) or o.shape[d] == 1}

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from ..builder import Builder, prune
-from ..capture.trace import Traced
+from ..capture.traced import Traced
 from ..errors import CaptureError
 from ..graph import Graph, Location, Node, Value
 from ..graph_text import DTYPES

@@ -32,7 +32,7 @@ from ..capture.recognize_experts import (
 )
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.split_products import split_products
-from ..capture.trace import Traced
+from ..capture.traced import Traced
 from ..graph import Graph, Node, Value, bare
 from ..ops import creation
 from ..ops.arguments import arguments, refuse_unread

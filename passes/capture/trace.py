@@ -12,7 +12,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from ..capture.call_model import only_by_any_keyword
 from ..capture.choose_rows import remark_on_loops
 from ..capture.chosen_rows import keep_all_rows
 from ..capture.compare_readings import are_equal, are_same
+from ..capture.expert_loops import batch_expert_loops
 from ..capture.fake_tensors import device_of, on_fake_tensors
 from ..capture.find_repeats import Watch, only_layers
 from ..capture.functionalize import functionalize
 from ..capture.grouped_products import shapes_of_grouped_products
+from ..capture.join_weights import join_weights
 from ..capture.lean_export import lean_export
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
@@ -33,57 +35,14 @@ from ..capture.on_meta import META
 from ..capture.order_tables import order_tables
 from ..capture.read_export import ExportReader
 from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
+from ..capture.traced import Traced
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import NO_NUMBER, capture_failed
 from ..digest import digest
 from ..errors import CaptureError
-from ..graph import Graph, Part, Value
+from ..graph import Graph
 from ..layers import Layered, NotAlike, Repeats
 from ..repeat_layers import Repeater
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The model's forward, from the batch to the loss, its first output.
-
-    aliases: other names of a tied parameter -> the name it has in the graph.
-    literals: the values of `graph.constants`.
-    trainable: names of the parameters that want a gradient, and have one.
-    autocast: value -> the dtype that torch.autocast had for products where it was made;
-    of values made outside of autocast, nothing.
-    parts: of parameters that are not the model's own, but parts of them. outputs: names
-    of the graph's other outputs, which nothing is trained on. metrics: how many of
-    these, the first, are the scalars of a dict of losses. remarks: what the user should
-    know of how it was read. asked: of what the model asked whether there is any. known:
-    buffers of which it asked what is in them -> the digest of what was.
-    """
-
-    graph: Graph
-    aliases: Mapping[str, str]
-    literals: Mapping[str, torch.Tensor]
-    trainable: frozenset[str]
-    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ()
-    metrics: int = 0
-    remarks: tuple[str, ...] = ()
-    asked: tuple[Value, ...] = ()
-    known: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def named_outputs(self) -> dict[str, Value]:
-        return dict(zip(self.outputs, self.graph.outputs[1:], strict=True))
-
-    def part(self, v: Value) -> Part:
-        """Where a parameter lies in the model's own."""
-        return self.parts.get(v.name) or Part(v.name, v.shape, (0,) * len(v.shape))
-
-    def verify(self) -> Traced:
-        self.graph.verify()
-        return self
-
-    def __str__(self) -> str:
-        return str(self.graph)
 
 
 def trace(
@@ -116,13 +75,29 @@ def trace(
     traced = traced or _capture_either(wrapper, tensors, precision)
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
-    graph = keep_all_rows(traced.graph, traced.autocast.keys())
-    remarks = remark_on_loops(traced.graph, _place_of(wrapper))
+    graph, low = batch_expert_loops(traced.graph, traced.autocast)
+    remarks = remark_on_loops(graph, _place_of(wrapper))
+    graph = keep_all_rows(graph, low.keys())
     _refuse_sources(graph, names)
-    graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    trainable = traced.trainable
+    graph, joined = join_weights(graph, lambda p: (dtypes.get(p), p in trainable))
+    for name, (first, *others) in joined.items():
+        dtypes[name] = dtypes[first]
+        trainable -= {first, *others}
+        trainable |= {name} if first in traced.trainable else frozenset()
+    graph = keep_wide(graph, dtypes)
     values = wrapper.unseen.known
     known = {name: digest(values.buffers[name]) for name in sorted(values.asked)}
-    traced = replace(traced, graph=graph, outputs=names, metrics=count)
+    traced = replace(
+        traced,
+        graph=graph,
+        autocast=low,
+        trainable=trainable,
+        joined=joined,
+        outputs=names,
+        metrics=count,
+    )
     remarks = (*remarks, *wrapper.unseen.guards.remarks())
     remarks = (*remarks, *wrapper.compiling.remarks())
     return replace(traced, remarks=remarks, known=known)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..atoms import Atoms
-from ..capture.trace import Traced
+from ..capture.traced import Traced
 from ..dims.choose_names import choose_names
 from ..dims.origins import Origin, find_origins
 from ..dims.probe import probe_equation

@@ -46,12 +46,13 @@ def choose_sizes(
     large: Mapping[str, int],
     small: Mapping[str, int],
     products: Collection[Product] = (),
+    most: Collection[tuple[Product, Product]] = (),
 ) -> dict[int, int]:
     """Size -> small size.
 
     sizes: ascending. splits: size -> the axes that split an extent of it, somewhere.
     large, small: axis -> its ranks in the plan, and in the small one. products: sizes
-    that are split as one extent.
+    that are split as one extent. most: pairs of which the first stays at most as large.
     Raises NotShrunk.
     """
     allowed = {
@@ -61,7 +62,7 @@ def choose_sizes(
     whole = {p: Candidates(prod(p), splits[prod(p)], large, small) for p in products}
     # Extents of one size may mean different things, and want what no order allows.
     for ordered in (True, False):
-        solution = _Solver(list(sizes), sums, allowed, whole, ordered).solve()
+        solution = _Solver(list(sizes), sums, allowed, whole, ordered, most).solve()
         if solution is not None:
             return solution
     raise NotShrunk(
@@ -126,6 +127,7 @@ class _Solver:
     allowed: Mapping[int, Candidates]
     products: Mapping[Product, Candidates]
     ordered: bool
+    most: Collection[tuple[Product, Product]] = ()
     tries: int = 0
 
     def solve(self) -> dict[int, int] | None:
@@ -204,6 +206,11 @@ class _Solver:
         return -at[0] // slope
 
     def _ordered(self, known: Mapping[int, int]) -> bool:
-        """Whether larger sizes are larger."""
+        """Whether larger sizes are larger, as far as they must be."""
+        for part, whole in self.most:
+            if all(n in known for n in (*part, *whole)):
+                sizes = (prod(known[n] for n in product) for product in (part, whole))
+                if next(sizes) > next(sizes):
+                    return False
         chosen = [known[n] for n in self.sizes if n in known and n]
         return not self.ordered or all(a < b for a, b in pairwise(chosen))

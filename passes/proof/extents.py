@@ -17,12 +17,13 @@ from math import prod
 import torch
 
 from ..atoms import Atoms
-from ..capture.trace import Traced
+from ..capture.traced import Traced
 from ..dims.name_dims import bind
 from ..dims.probe import probe_equation
 from ..graph import Graph, Node, Value
 from ..ops.op import is_view, op_of
 from ..ops.parts import part_of
+from ..ops.reductions import dims_of, topmost
 from ..ops.rules import equation, is_pointwise
 
 # A product of extents that stay factors: `(heads head_dim)` as (12, 64).
@@ -49,12 +50,14 @@ class Extents:
     """factors: value name -> for each tensor dim the extents it is a product of. sums:
     what must hold between them. fixed: extents that count things (the tensors of a
     stack), which no change of size changes. segments: (value, dim) -> the positions at
-    which ops cut it -> the extents up to there, as sums of products."""
+    which ops cut it -> the extents up to there, as sums of products. most: pairs of
+    which the first is at most as large, as what is chosen of the second."""
 
     factors: Mapping[str, tuple[Product, ...]]
     sums: tuple[Sum, ...]
     fixed: frozenset[int]
     segments: Mapping[tuple[str, int], Mapping[int, tuple[Product, ...]]]
+    most: frozenset[tuple[Product, Product]] = frozenset()
 
     @property
     def sizes(self) -> list[int]:
@@ -97,6 +100,7 @@ class _Search:
         self.tensors: dict[str, list[list[int]]] = {}
         self.sums: list[tuple[list[int], list[list[int]], int]] = []
         self.fixed: list[int] = []
+        self.most: list[tuple[list[int], list[int]]] = []
         self.cuts: dict[tuple[str, int], set[int]] = defaultdict(set)
         self.segments: dict[tuple[str, int], dict[int, list[list[int]]]] = {}
 
@@ -114,6 +118,11 @@ class _Search:
             for v in node.operands:
                 self._cut(v)
             self._unite(node)
+            if op_of(node).rule is topmost and node.operands[0].shape:
+                (dim,) = dims_of(node)
+                chosen, whole = node.results[0], node.operands[0]
+                pair = self.tensors[chosen.name][dim], self.tensors[whole.name][dim]
+                self.most.append(pair)
         return self._extents()
 
     def _declare(self, v: Value) -> None:
@@ -140,6 +149,7 @@ class _Search:
                 }
                 for place, alternatives in self.segments.items()
             },
+            most=frozenset((product(a), product(b)) for a, b in self.most),
         )
 
     def _find_computed(self) -> dict[str, bool]:

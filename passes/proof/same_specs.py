@@ -33,11 +33,11 @@ def find_other_spec(
     """
     pairs = frozenset(sizes.items())
     known: dict[object, list[tuple[Factors, Factors | None]]] = {}
-    for name, spec in small.parameters.items():
+    for name, spec in small.tensors.items():
         grown = _grow(spec.factors, factors.get(name, ()), sizes)
         alike = known.setdefault((_kind(name), _facts(spec)), [])
         alike.append((spec.factors, grown))
-    for name, spec in large.parameters.items():
+    for name, spec in large.tensors.items():
         alike = known.get((_kind(name), _facts(spec)), [])
         if not any(_has_factors(spec.factors, *own, pairs) for own in alike):
             return name
@@ -140,7 +140,7 @@ def _other_name(program: Program, number: int, stage: StageSpec) -> str | None:
             path = told[: match.start()]
             place = first.get(path, 0) + int(match[1])
             expected = f"{path}{place}{told[match.end() :]}"
-        spec = program.parameters.get(name)
+        spec = program.tensors.get(name)
         if name != expected or (spec is not None and number not in spec.stages):
             return name
     return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.trace import Traced
+from ..capture.traced import Traced
 from ..graph import Graph, Node, Value, map_values, resolve
 from ..ops.op import op_of
 from ..ops.parts import part_of
@@ -52,7 +52,12 @@ class Shrinker:
         literals = {
             v.name: self.tensor(v.name, traced.literals[v.name]) for v in old.constants
         }
-        return replace(traced, graph=made, literals=literals)
+        joined = {
+            v.name: traced.joined[v.name][: v.shape[0]]
+            for v in made.params
+            if v.name in traced.joined
+        }
+        return replace(traced, graph=made, literals=literals, joined=joined)
 
     def value(self, v: Value) -> Value:
         """The value in its smaller shape."""

@@ -11,14 +11,15 @@ model's parameter is remembered (`Part`), for those who read and write whole one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..capture.lower_precision import CAST
 from ..dims.name_dims import Dim, Dims, Factor
 from ..dims.origins import find_origins
-from ..graph import Node, Part, Value
+from ..graph import Node, Value
 from ..ops.arguments import arguments
+from ..part import Part, part_name
 from ..shard.op_sharding import OpSharding
 from ..shard.parameter_sharding import common_place, parameter_sharding, varying_axes
 from ..shard.propagate import Sharded
@@ -186,7 +187,7 @@ class _Cutter:
             start[cut.dim] += place
             place += size
             part = Part(of.source, of.shape, tuple(start))
-            name = piece_name(part, shape)
+            name = part_name(part, shape)
             piece = replace(cut.weight, name=name, shape=tuple(shape))
             made = [v for node in cut.splits if (v := node.outs[i]) is not None]
             uses = [need for v in made for need in self.uses[v.name]]
@@ -222,14 +223,3 @@ class _Cutter:
         dims = self.dims[cut.weight.name]
         own = (Dim(-1, "unread", size),)
         return (*dims[: cut.dim], own, *dims[cut.dim + 1 :])
-
-
-def piece_name(part: Part, shape: Sequence[int]) -> str:
-    """`h.0.attn.qkv[0:32].weight`: that of the weight goes on to end as it does."""
-    ranges = zip(part.start, shape, part.shape, strict=True)
-    texts = [":" if n == whole else f"{at}:{at + n}" for at, n, whole in ranges]
-    while texts[-1] == ":":
-        texts.pop()
-    before, dot, last = part.source.rpartition(".")
-    index = f"[{','.join(texts)}]"
-    return f"{before}{index}.{last}" if dot else f"{last}{index}"

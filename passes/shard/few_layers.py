@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from ..capture.trace import Traced
-from ..graph import LAYER, Location, Node, Part, Value
+from ..capture.traced import Traced
+from ..graph import LAYER, Location, Node, Value
 from ..layers import FIRST, Layered, NotAlike, Repeats, longest, number_in, renumbered
+from ..part import Part
 from ..plan import Plan
 from ..repeat_layers import Repeater
 from ..shard.insert_collectives import Lowered
@@ -157,7 +158,16 @@ class _Shortener:
             times=self.repeats.times - (KEPT - 2),
         )
         made = replace(
-            traced, graph=few, trainable=frozenset(name for name in trainable if name)
+            traced,
+            graph=few,
+            trainable=frozenset(name for name in trainable if name),
+            joined={
+                sources[v.name]: tuple(
+                    self.renamed(name) or name for name in traced.joined[v.name]
+                )
+                for v in graph.params
+                if v.name in traced.joined and v.name in sources
+            },
         )
         return FewLayers(made, repeats)
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from math import prod
 
 from ..builder import prune
-from ..capture.trace import Traced
+from ..capture.traced import Traced
 from ..dims.name_dims import Dims, Factor
 from ..dims.origins import Origin, find_differentiable, find_origins
 from ..errors import LossNotSeparable

@@ -89,11 +89,11 @@ class _Grid:
     def data(self) -> dict[str, Any]:
         names = self.program.stages[self.stage].names
         self.specs = {
-            own: self.program.parameters[name]
+            own: self.program.tensors[name]
             for own, name in names.items()
-            if name in self.program.parameters
+            if name in self.program.tensors
         }
-        self.extents = _extents(self.program.parameters)
+        self.extents = _extents(self.program.tensors)
         return {
             "rows": {
                 phase: [row for f in functions for row in self.rows(f)]

@@ -212,11 +212,11 @@ Place = tuple[Any, ...]
 
 def held_by(program: Program, rank: int) -> list[Place]:
     """The part that a rank has of each parameter, in their order."""
-    coords, stages = program.mesh.coords(rank), set(program.stages_of(rank))
+    coords = program.mesh.coords(rank)
     return [
         (name, *(coords[axis] for axis in spec.split_axes))
         for name, spec in program.parameters.items()
-        if stages & set(spec.stages)
+        if program.holds(name, rank)
     ]
 
 

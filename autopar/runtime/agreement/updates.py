@@ -217,10 +217,16 @@ class Updates:
         self._made.append((kind, plain(optimizer.defaults)))
         again = f" in update {len(self._made)}" if len(self._made) > 1 else ""
         for i, group in enumerate(optimizer.param_groups):
-            names = [self._names.get(id(p), "") for p in group["params"]]
+            named = (self._names.get(id(p), "") for p in group["params"])
+            names = [name for name in named if self._is_of_all(name)]
             options = {"parameters": digest_of_text(str(names)), **plain(group)}
             groups["options", f"{kind}'s group {i}{again}"] = options
         self._groups = groups
+
+    def _is_of_all(self, name: str) -> bool:
+        """Whether all ranks of a stage have it, or a part of it: not an expert."""
+        spec = self._specs.get(name)
+        return spec is None or spec.row is None
 
     def facts(self) -> tuple[Facts, Facts]:
         """What all ranks must have alike of the updates since the last call, and what
@@ -231,7 +237,11 @@ class Updates:
         """
         made, groups = sorted(self._made, key=str), dict(self._groups)
         self._made, self._groups = [], {}
-        trained = sorted(n for n in self._plain if self.parameters[n].requires_grad)
+        trained = sorted(
+            n
+            for n in self._plain
+            if self.parameters[n].requires_grad and self._is_of_all(n)
+        )
         groups["trained", ""] = digest_of_text(str(trained))
         return {("optimizers", ""): made if trained else None}, groups
 

@@ -32,6 +32,7 @@ from autopar.runtime.execute.running_stage import Batch, RunningStage, load_modu
 from autopar.runtime.execute.tf32 import in_tf32
 from autopar.runtime.execute.unused import Unused, nothing_left_of_failures
 from autopar.runtime.parameters.changed import check_data, check_kind, kind_of
+from autopar.runtime.parameters.stack import Stack
 
 
 class Executor:
@@ -67,6 +68,11 @@ class Executor:
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.overlaps = True
         self._unused = Unused()
+        self.stacks = [
+            Stack(name, rows)
+            for name in program.tensors
+            if (rows := self._rows(name)) and name not in rows
+        ]
         self.gradients = Gradients(program, comm, self.parameters, gradients)
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
         # After it, nothing is added to the gradients of a stage any more.
@@ -92,9 +98,10 @@ class Executor:
         if self.compiled is not None:
             compile_functions(module, program.modules[key], self.compiled)
         names = program.stages[index].names
+        stacks = {stack.name: stack.tensor for stack in self.stacks}
         tensors: dict[str, Tensor] = {}
         for own, name in names.items():
-            held = self.parameters.get(name)
+            held = self.parameters.get(name, stacks.get(name))
             tensors[own] = self.buffers[name] if held is None else held.detach()
         declared = {**module["PARAMETERS"], **module["BUFFERS"]}
         assert declared.keys() == names.keys(), "a module declares all it reads"
@@ -103,8 +110,13 @@ class Executor:
             check_kind(names[own], tensors[own], kind)
         for name in module["LITERALS"]:
             tensors[name] = program.literals[name].to(self.comm.device)
-        grads = {n: self.gradients.by_name[names[n]] for n in module["TRAINED"]}
+        grads = {n: self.gradients.tensors[names[n]] for n in module["TRAINED"]}
         return RunningStage(module, tensors, grads)
+
+    def _rows(self, name: str) -> dict[str, nn.Parameter]:
+        """The parameters here that a tensor of stages has as its rows."""
+        held, rows = self.parameters, self.program.rows_of(name)
+        return {row: held[row] for row in rows if row in held}
 
     @torch.no_grad()
     def set_up(self) -> None:
@@ -186,6 +198,8 @@ class Executor:
             if not p.is_set_to(used := tensors[own]):
                 check_data(name, p, kind_of(used))
                 tensors[own] = p.detach()
+        for stack in self.stacks:
+            stack.rebind()
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Field]) -> None:
         """Run the actions in turn."""

@@ -27,6 +27,7 @@ class Bucket:
     """Gradients that are reduced together: views into one flat buffer.
 
     ranks: those over whose values the buffer is a pending sum (this one included).
+    names: of parameters. tensors: names of what stages add to.
     told: (stage, id of a gradient), for each that a stage says is ready; none: they are
     reduced after the last action. missing: those still to come. reducing: what is under
     way.
@@ -35,6 +36,7 @@ class Bucket:
     ranks: tuple[int, ...]
     flat: Tensor
     names: list[str]
+    tensors: list[str]
     told: frozenset[tuple[int, int]]
     missing: set[tuple[int, int]] = field(default_factory=set)
     reducing: Work | None = None
@@ -43,9 +45,10 @@ class Bucket:
 class Gradients:
     """The gradients of a rank's parameters that are trained.
 
-    by_name: where the emitted modules add to each. buckets: what is reduced together,
-    as soon as all of it is ready. like: those of another program with the same
-    parameters, to share the memory of; what they are reduced over is each program's.
+    by_name: of each, see `Program.parameters`. tensors: where the emitted modules add
+    to each, see `Program.tensors`. buckets: what is reduced together, as soon as all of
+    it is ready. like: those of another program with the same parameters, to share the
+    memory of; what they are reduced over is each program's.
     """
 
     def __init__(
@@ -57,15 +60,16 @@ class Gradients:
     ) -> None:
         self.program, self.comm, self.parameters = program, comm, parameters
         self.by_name: dict[str, Tensor] = {} if like is None else like.by_name
+        self.tensors: dict[str, Tensor] = {} if like is None else like.tensors
         self.buckets: list[Bucket] = (
             self._make_buckets()
             if like is None
             else [self._reduced_here(bucket) for bucket in like.buckets]
         )
         self._bucket_of = {
-            id(self.by_name[name]): bucket
+            id(self.tensors[name]): bucket
             for bucket in self.buckets
-            for name in bucket.names
+            for name in bucket.tensors
         }
         # What the user wants added to, by bucket that was cleared; None: zeros.
         self._before: dict[int, Tensor | None] = {}
@@ -77,12 +81,14 @@ class Gradients:
         those that a stage says are ready, in some, the last layers' first."""
         members: dict[Any, list[str]] = defaultdict(list)
         mine = self.program.stages_of(self.comm.rank)
-        for name, p in reversed([*self.parameters.items()]):
-            if not p.requires_grad:
+        for name, spec in reversed([*self.program.tensors.items()]):
+            p = next(iter(self._rows(name)), None)
+            if p is None or not p.requires_grad:
                 continue
-            ranks = self.program.gradient_ranks(name, self.comm.rank)
+            first = self.program.rows_of(name)[0]
+            ranks = self.program.gradient_ranks(first, self.comm.rank)
             within = len({*map(self.program.mesh.pipeline_rank, ranks)}) == 1
-            stages = self.program.parameters[name].stages if within else ()
+            stages = spec.stages if within else ()
             ready = tuple(s for s in stages if s in mine) if len(ranks) > 1 else ()
             members[ranks, str(p.dtype), ready].append(name)
         buckets = []
@@ -91,6 +97,11 @@ class Gradients:
                 buckets.append(self._bucket(ranks, own, ready))
         return buckets
 
+    def _rows(self, name: str) -> list[nn.Parameter]:
+        """The parameters here that are stacked in a tensor, or it alone."""
+        rows = self.program.rows_of(name)
+        return [self.parameters[row] for row in rows if row in self.parameters]
+
     def _reduced_here(self, bucket: Bucket) -> Bucket:
         """Another program's bucket, reduced as this program wants it: not at all, where
         ranks that shared a batch then compute all of it now."""
@@ -98,7 +109,7 @@ class Gradients:
         assert len(ranks) == 1, "gradients of a bucket are reduced together"
         [ranks_of_all] = ranks
         told = bucket.told if len(ranks_of_all) > 1 else frozenset[tuple[int, int]]()
-        return Bucket(ranks_of_all, bucket.flat, bucket.names, told)
+        return Bucket(ranks_of_all, bucket.flat, bucket.names, bucket.tensors, told)
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Neighbours of some size each, the same on all ranks of a stage."""
@@ -117,23 +128,30 @@ class Gradients:
 
     def _bytes(self, name: str) -> int:
         """Those of a rank's gradient, but for what uneven shares differ in."""
-        spec = self.program.parameters[name]
+        spec = self.program.tensors[name]
         parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
-        return prod(spec.shape) * self.parameters[name].itemsize // parts
+        return prod(spec.shape) * self._rows(name)[0].itemsize // parts
 
     def _bucket(
         self, ranks: tuple[int, ...], names: list[str], stages: Sequence[int]
     ) -> Bucket:
-        first = self.parameters[names[0]]
-        total = sum(self.parameters[n].numel() for n in names)
+        first = self._rows(names[0])[0]
+        total = sum(p.numel() for n in names for p in self._rows(n))
         flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        start = 0
+        start, held = 0, []
         for n in names:
-            p = self.parameters[n]
-            self.by_name[n] = flat[start : start + p.numel()].view(p.shape)
-            start += p.numel()
-        told = frozenset((s, id(self.by_name[n])) for s in stages for n in names)
-        return Bucket(ranks, flat, names, told)
+            rows = [row for row in self.program.rows_of(n) if row in self.parameters]
+            shape = self.parameters[rows[0]].shape
+            whole = flat[start : start + len(rows) * prod(shape)]
+            start += whole.numel()
+            if rows == [n]:
+                self.tensors[n] = self.by_name[n] = whole.view(shape)
+            else:
+                self.tensors[n] = whole.view(len(rows), *shape)
+                self.by_name.update(zip(rows, self.tensors[n], strict=True))
+            held += rows
+        told = frozenset((s, id(self.tensors[n])) for s in stages for n in names)
+        return Bucket(ranks, flat, held, names, told)
 
     # --- one step ------------------------------------------------------------------
 

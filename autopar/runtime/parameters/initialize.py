@@ -30,13 +30,12 @@ def local_state(
     With meta parameters, every rank draws the same values from `seed`. Raises:
     InitializationError, for a module on meta that cannot initialise itself.
     """
-    mesh, mine = program.mesh, set(program.stages_of(rank))
-    coords = mesh.coords(rank)
+    mesh, coords = program.mesh, program.mesh.coords(rank)
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
     wanted: dict[str, list[str]] = {}
     for name, spec in program.parameters.items():
-        if set(spec.stages) & mine:
+        if program.holds(name, rank):
             wanted.setdefault(spec.part.source, []).append(name)
     for source, whole in real_tensors(model, seed):
         if source in program.buffers:
@@ -59,10 +58,9 @@ def empty_state(
 
     Raises: InitializationError, for a buffer on meta.
     """
-    coords, mine = program.mesh.coords(rank), set(program.stages_of(rank))
-    parameters = {}
+    coords, parameters = program.mesh.coords(rank), {}
     for name, spec in program.parameters.items():
-        if set(spec.stages) & mine:
+        if program.holds(name, rank):
             shape = local_shape(spec, program.mesh, coords)
             held = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
             parameters[name] = nn.Parameter(held, requires_grad=spec.trainable)

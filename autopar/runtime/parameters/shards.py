@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from autopar.passes.mesh import PIPELINE, Mesh, balanced, start
+from autopar.passes.mesh import PIPELINE, Mesh
 from autopar.passes.program import ParameterSpec
 
 
@@ -21,16 +21,11 @@ def spans(
     spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
 ) -> list[tuple[int, int]]:
     """(start, length) of each factor of each dim on the rank at `coords`."""
-    runs = []
-    for factors, slots in zip(spec.factors, spec.slots, strict=True):
-        for extent, axes in zip(factors, slots, strict=True):
-            begin, length = 0, extent
-            for axis in axes:
-                parts, here = mesh.axis_size(axis), coords[axis]
-                begin += start(length, parts, here)
-                length = balanced(length, parts)[here]
-            runs.append((begin, length))
-    return runs
+    return [
+        mesh.span(extent, axes, coords)
+        for factors, slots in zip(spec.factors, spec.slots, strict=True)
+        for extent, axes in zip(factors, slots, strict=True)
+    ]
 
 
 def shard_view(

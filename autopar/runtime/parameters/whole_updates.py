@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE
-from autopar.passes.program import Program
+from autopar.passes.program import ParameterSpec, Program
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.parameters.shards import put_shard, take_shard
 
@@ -38,7 +38,6 @@ class WholeUpdates:
         optimizer: Optimizer,
     ) -> None:
         self.program, self.comm = program, comm
-        self.ranks = beside(program, comm.rank)
         self.parameters = parameters
         groups = {
             id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]
@@ -142,7 +141,8 @@ class WholeUpdates:
             alike = set(self.comm.coords) - set(spec.split_axes) - {PIPELINE}
             if not any(self.comm.coords[axis] for axis in alike):
                 put_shard(whole, part.to(whole.device), spec, mesh, self.comm.coords)
-        return self.comm.reduce_ranks_(whole, self.ranks).to(like.device)
+        ranks = beside(self.program, self.comm.rank, spec)
+        return self.comm.reduce_ranks_(whole, ranks).to(like.device)
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         spec = self.program.parameters[name]
@@ -163,14 +163,25 @@ def refuse_alike(entry: str, name: str, p: Tensor) -> None:
     )
 
 
-def beside(program: Program, rank: int) -> tuple[int, ...]:
-    """The ranks that run the same stages as this one, ascending."""
-    axes = tuple(axis for axis, _ in program.mesh.stage_axes)
-    return program.mesh.group(rank, axes)
+def beside(program: Program, rank: int, spec: ParameterSpec) -> tuple[int, ...]:
+    """The ranks that have parts of a parameter, of those that run the same stages as
+    this one, which has a part; ascending."""
+    rows = spec.row.slots if spec.row else ()
+    apart = {axis for axes in rows for axis in axes}
+    axes = (axis for axis, _ in program.mesh.stage_axes if axis not in apart)
+    return program.mesh.group(rank, tuple(axes))
+
+
+def all_beside(program: Program) -> list[tuple[int, ...]]:
+    """Every set of ranks that gather a parameter, in one order on all of them."""
+    kinds = {spec.row and spec.row.slots: spec for spec in program.parameters.values()}
+    ranks = range(program.mesh.size)
+    sets = (beside(program, rank, spec) for spec in kinds.values() for rank in ranks)
+    return list(dict.fromkeys(sets))
 
 
 def is_cut(program: Program, name: str) -> bool:
     """Whether no rank has all of the model's parameter that this is, or is part of."""
     spec = program.parameters[name]
-    split = any(program.mesh.axis_size(axis) > 1 for axis in spec.split_axes)
+    split = any(program.mesh.axis_size(axis) > 1 for axis in spec.cut_axes)
     return split or spec.shape != spec.part.shape

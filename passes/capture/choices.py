@@ -1,0 +1,254 @@
+"""Where the elements of choices lie in a mask that compares them with a number.
+
+    masks = (chosen[..., None] == torch.arange(8)).permute(2, 0, 1)    chosen [s,2]
+    mask = masks[3]                              of number 3; dims: s, and which choice
+
+A dim of such a mask goes along parts of the choices, each a stride and an extent in
+their elements, so that views may cut dims and join them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..capture.distinct import distinct_dims
+from ..graph import Node, Value
+from ..ops.op import op_of
+from ..ops.reductions import dims_of, topmost
+from ..ops.rules import equation
+
+Part = tuple[int, int]  # stride and extent, in elements of the choices
+Parts = tuple[Part, ...]  # the outermost first
+NUMBERS = -1  # the stride of the dim of a mask that has one for each number
+LARGEST = ("aten.argmax", "aten.max")
+KEPT = ("same", "cast")  # elements of the operand, each at its place
+
+
+@dataclass(frozen=True)
+class Match:
+    """A mask: where `choices` is `number`, if it has no dim for numbers. dims: the
+    parts of the choices that each goes along. gone: parts, of which any may be it."""
+
+    choices: Value
+    dims: tuple[Parts, ...]
+    number: int | None = None
+    gone: Parts = ()
+
+
+def find_match(v: Value, made: Mapping[str, Node]) -> Match | None:
+    """What a mask compares, if it is one of choices."""
+    node = made.get(v.name)
+    if node is None or not node.operands:
+        return None
+    x, kind = node.operands[0], op_of(node)
+    if node.name == "aten.eq":
+        return _compared(node, made) or _is_one(node, made)
+    if node.name == "aten.one_hot":
+        choices, dims = find_choices(x, made)
+        return Match(choices, (*dims, ((NUMBERS, v.shape[-1]),)))
+    known = find_match(x, made)
+    if known is None:
+        return None
+    if kind.elements in KEPT or _is_not_zero(node):
+        return known
+    if node.name in ("aten.any", "aten.sum", "aten.amax"):
+        return _any(known, node)
+    if kind.view in ("shape", "order"):
+        after = seen(node, known.dims)
+        return None if after is None else replace(known, dims=after)
+    if node.name in ("aten.select", "aten.unbind"):
+        dim = int(node.arg("dim")) % len(x.shape)
+        at = node.arg("index") if node.name == "aten.select" else node.outs.index(v)
+        if known.dims[dim] == ((NUMBERS, x.shape[dim]),):
+            dims = (*known.dims[:dim], *known.dims[dim + 1 :])
+            return replace(known, dims=dims, number=at % x.shape[dim])
+    return None
+
+
+def find_choices(v: Value, made: Mapping[str, Node]) -> tuple[Value, tuple[Parts, ...]]:
+    """What integers are a view of, all of it, and the parts along each of their
+    dims."""
+    node = made.get(v.name)
+    if node is not None and node.operands:
+        x, kind = node.operands[0], op_of(node)
+        exact = not x.dtype.is_floating_point and x.dtype != torch.bool
+        if exact and (kind.elements in KEPT or kind.view in ("shape", "order")):
+            choices, dims = find_choices(x, made)
+            after = dims if kind.elements in KEPT else seen(node, dims)
+            if after is not None:
+                return choices, after
+    strides = [math.prod(v.shape[d + 1 :]) for d in range(len(v.shape))]
+    parts = zip(strides, v.shape, strict=True)
+    return v, tuple(joined([part]) for part in parts)
+
+
+def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
+    """How many numbers choices may be, 0 and up; None if that is not known."""
+    node = made.get(choices.name)
+    if node is None or not node.operands:
+        return None
+    x, kind = node.operands[0], op_of(node)
+    is_index = not choices.dtype.is_floating_point and x.dtype.is_floating_point
+    if is_index and (kind.rule is topmost or node.name in LARGEST):
+        dim = node.arg("dim")
+        return None if dim is None or not x.shape else x.shape[dim]
+    if is_index and node.name == "aten.multinomial":
+        return x.shape[-1]
+    if kind.elements in KEPT or kind.view in ("shape", "order", "part", "copies"):
+        return None if x.dtype.is_floating_point else numbers_of(x, made)
+    return None
+
+
+def are_distinct(match: Match, made: Mapping[str, Node]) -> bool:
+    """Whether of the choices that a mask is any of, no two are one number."""
+    shape = match.choices.shape
+    distinct = distinct_dims(match.choices, made)
+    strides = {math.prod(shape[d + 1 :]): d for d, n in enumerate(shape) if n > 1}
+    along = {strides.get(stride) for stride, _ in match.gone}
+    return len(along) <= 1 and along <= {*distinct}
+
+
+# --- parts -------------------------------------------------------------------------
+
+
+def joined(parts: Sequence[Part]) -> Parts:
+    """The same with neighbours that are one part made one, and none of extent 1."""
+    made: list[Part] = []
+    for stride, n in parts:
+        if n == 1:
+            continue
+        if made and made[-1][0] == stride * n and stride != NUMBERS:
+            made[-1] = stride, made[-1][1] * n
+        else:
+            made.append((stride, n))
+    return tuple(made)
+
+
+def extent(parts: Parts) -> int:
+    """How many elements there are along parts."""
+    return math.prod(n for _, n in parts)
+
+
+def regrouped(parts: Sequence[Part], shape: Sequence[int]) -> tuple[Parts, ...] | None:
+    """Parts as dims of this shape; None where one would be cut otherwise than
+    evenly."""
+    left, dims = [*parts][::-1], []
+    for n in shape:
+        own: list[Part] = []
+        while n > 1:
+            if not left:
+                return None
+            stride, size = left.pop()
+            if size > n and size % n == 0 and stride != NUMBERS:
+                left.append((stride, size // n))
+                stride, size = stride * (size // n), n
+            if n % size:
+                return None
+            own.append((stride, size))
+            n //= size
+        dims.append(joined(own))
+    return None if left else tuple(dims)
+
+
+def seen(node: Node, dims: tuple[Parts, ...]) -> tuple[Parts, ...] | None:
+    """The parts along the dims of what a view shows, by those of its operand."""
+    if op_of(node).view == "shape":
+        return regrouped([p for own in dims for p in own], node.out.shape)
+    rule = equation(node)
+    if rule is None:
+        return None
+    return tuple(dims[rule.operands[0].index(letters)] for letters in rule.outs[0])
+
+
+def complete(parts: Sequence[Part], numel: int) -> list[tuple[Part, bool]] | None:
+    """All parts of choices with so many elements, the outermost first, and whether each
+    is among these; None if they are not apart."""
+    every: list[tuple[Part, bool]] = []
+    outer = numel
+    for stride, n in sorted(parts, reverse=True):
+        if outer % (stride * n):
+            return None
+        if outer > stride * n:
+            every.append(((stride * n, outer // (stride * n)), False))
+        every.append(((stride, n), True))
+        outer = stride
+    if outer > 1:
+        every.append(((1, outer), False))
+    return every
+
+
+# --- ops ----------------------------------------------------------------------------
+
+
+def _compared(node: Node, made: Mapping[str, Node]) -> Match | None:
+    """`choices == 3`, or with all numbers in a row."""
+    x, other = node.named("self other")
+    if not isinstance(other, Value):
+        choices, dims = find_choices(x, made)
+        exact = type(other) is int and not x.dtype.is_floating_point
+        return Match(choices, dims, other) if exact and x.dtype != torch.bool else None
+    for numbers, v in ((x, other), (other, x)):
+        place = _counting_dim(numbers, made)
+        if place is None or v.dtype.is_floating_point or v.dtype == torch.bool:
+            continue
+        choices, dims = find_choices(v, made)
+        back = place - len(numbers.shape)
+        rank = len(node.out.shape)
+        aligned: list[Parts] = [()] * (rank - len(dims)) + [*dims]
+        if aligned[back]:
+            continue
+        aligned[back] = ((NUMBERS, numbers.shape[place]),)
+        return Match(choices, tuple(aligned))
+    return None
+
+
+def _counting_dim(v: Value, made: Mapping[str, Node]) -> int | None:
+    """The dim along which integers are 0, 1, 2 ..., of a value that has no other."""
+    node = made.get(v.name)
+    while node is not None and node.operands:
+        if node.operands[0].numel != v.numel or op_of(node).view not in (
+            "shape",
+            "order",
+        ):
+            return None
+        node = made.get(node.operands[0].name)
+    if node is None or node.name != "aten.arange":
+        return None
+    if (node.arg("start") or 0, node.arg("step") or 1) != (0, 1):
+        return None
+    long = [d for d, n in enumerate(v.shape) if n != 1]
+    return long[0] if len(long) == 1 else None
+
+
+def _is_one(node: Node, made: Mapping[str, Node]) -> Match | None:
+    """`one_hot(choices) == 1`."""
+    x, other = node.named("self other")
+    known = find_match(x, made) if type(other) is int and other == 1 else None
+    return known
+
+
+def _is_not_zero(node: Node) -> bool:
+    return node.name in ("aten.ne", "aten.gt") and node.arg("other") == 0
+
+
+def _any(known: Match, node: Node) -> Match | None:
+    """Whether any of a mask is set, along dims."""
+    rank = len(node.operands[0].shape)
+    dims = {d % rank for d in dims_of(node)}
+    gone = tuple(p for d in sorted(dims) for p in known.dims[d])
+    if any(stride == NUMBERS for stride, _ in gone):
+        return None
+    kept = tuple(_left(known.dims, dims, bool(node.arg("keepdim"))))
+    return replace(known, dims=kept, gone=(*known.gone, *gone))
+
+
+def _left(dims: tuple[Parts, ...], gone: set[int], keepdim: bool) -> Iterator[Parts]:
+    for d, parts in enumerate(dims):
+        if d not in gone:
+            yield parts
+        elif keepdim:
+            yield ()

@@ -1,0 +1,135 @@
+"""Loops over experts that are modules, each with the rows that chose it, as one step.
+
+    for e, expert in enumerate(experts):
+        row, place = torch.where(chosen == e)
+        y[row] += weight[row, place, None] * expert(x[row])
+
+What the turns of such a loop do is the same but for the number that they compare
+choices with, and for the weights. So it is done once, to the rows of all turns: one for
+each element of `chosen`, with the weight of the expert that is chosen there, looked up
+in all of them, stacked. Where turns do anything else, the loop stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..builder import prune
+from ..capture.batch_turns import TurnBatch, is_accumulated
+from ..capture.choices import are_distinct, find_match, numbers_of
+from ..capture.chosen_rows import CHOOSES
+from ..capture.rewrite import Rewriter
+from ..capture.turn_values import TurnsDiffer
+from ..graph import Graph, Node, Value
+from ..ops.random import awaits_number
+
+
+@dataclass
+class Loop:
+    """turns: number -> what it does with its rows, in order."""
+
+    choices: Value
+    turns: dict[int, list[Node]] = field(default_factory=lambda: defaultdict(list))
+
+
+def batch_expert_loops(
+    graph: Graph, autocast: Mapping[str, torch.dtype]
+) -> tuple[Graph, Mapping[str, torch.dtype]]:
+    """The graph with one turn in place of all, for each loop that allows it.
+
+    autocast: value -> the dtype that products had where it was made; comes back with
+    new values.
+    """
+    if not any(node.op == CHOOSES for node in graph.nodes):
+        return graph, autocast
+    graph = prune(graph, awaits_number)
+    loops = find_loops(graph)
+    while loops:
+        batching = _Batching(graph, autocast, loops)
+        if not batching.differ:
+            return batching.graph, {**autocast, **batching.autocast}
+        loops = [loop for loop in loops if loop.choices.name not in batching.differ]
+    return graph, autocast
+
+
+def find_loops(graph: Graph) -> list[Loop]:
+    """Loops in which each number that may be chosen has a turn of as many steps."""
+    made = graph.producers()
+    loops: dict[str, Loop] = {}
+    rows: dict[str, tuple[str, int]] = {}  # value -> the choices and number of its turn
+    others: set[str] = set()  # choices whose rows are used otherwise
+    for node in graph.nodes:
+        if node.op == CHOOSES:
+            match = find_match(node.operands[0], made)
+            if match is None or match.number is None or not are_distinct(match, made):
+                continue
+            turn = match.choices.name, match.number
+            loops.setdefault(match.choices.name, Loop(match.choices))
+        else:
+            turns = {rows[v.name] for v in node.operands if v.name in rows}
+            if not turns or not node.results:
+                continue
+            if len(turns) > 1 or awaits_number(node):
+                others.update(choices for choices, _ in turns)
+            turn = min(turns)
+        loops[turn[0]].turns[turn[1]].append(node)
+        if not is_accumulated(node, rows):
+            rows.update((v.name, turn) for v in node.results)
+    others.update(rows[v.name][0] for v in graph.outputs if v.name in rows)
+    return [
+        loop
+        for name, loop in loops.items()
+        if name not in others and _is_whole(loop, numbers_of(loop.choices, made))
+    ]
+
+
+def _is_whole(loop: Loop, numbers: int | None) -> bool:
+    alike = {tuple(node.op for node in nodes) for nodes in loop.turns.values()}
+    return len(alike) == 1 and {*loop.turns} == {*range(numbers or 0)}
+
+
+class _Batching:
+    """The graph with turns of loops batched, but for those whose turns differ; and of
+    new values, the dtype that autocast has for products where they are made."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        autocast: Mapping[str, torch.dtype],
+        loops: Sequence[Loop],
+    ) -> None:
+        self.before = autocast
+        self.differ: set[str] = set()  # names of choices
+        self.autocast: dict[str, torch.dtype] = {}
+        self.rewriter = Rewriter(graph, {})
+        self.steps: dict[str, tuple[TurnBatch, int]] = {}
+        ops = set()
+        for loop in loops:
+            turns = [loop.turns[number] for number in sorted(loop.turns)]
+            batch = TurnBatch(self.rewriter, graph, loop.choices, turns)
+            for step, node in enumerate(turns[batch.last]):
+                self.steps[node.results[0].name] = batch, step
+                ops.add(node.op)
+        self.graph = self.rewriter.run(dict.fromkeys(ops, self.visit))
+
+    def visit(self, rewriter: Rewriter, node: Node) -> Value | None:
+        """What takes the place of the result of the last turn's node, if it is read
+        outside of the loop."""
+        name = next((v.name for v in node.results), "")
+        batch, step = self.steps.get(name, (None, 0))
+        if batch is None or batch.choices.name in self.differ:
+            return None
+        first = len(rewriter.builder.nodes)
+        try:
+            made = batch.emit(step)
+        except TurnsDiffer:
+            self.differ.add(batch.choices.name)
+            return None
+        if (dtype := self.before.get(name)) is not None:
+            new = (v for n in rewriter.builder.nodes[first:] for v in n.results)
+            self.autocast.update((v.name, dtype) for v in new)
+        return made

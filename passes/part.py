@@ -1,0 +1,29 @@
+"""What parameters of a graph are of the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a parameter of a graph is of the model's own: the block that begins at
+    `start` in parameter `source`, which has this shape."""
+
+    source: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+def part_name(part: Part, shape: Sequence[int]) -> str:
+    """`h.0.attn.qkv[0:32].weight`: that of the weight goes on to end as it does."""
+    ranges = zip(part.start, shape, part.shape, strict=True)
+    texts = [":" if n == whole else f"{at}:{at + n}" for at, n, whole in ranges]
+    while texts and texts[-1] == ":":
+        texts.pop()
+    if not texts:
+        return part.source
+    before, dot, last = part.source.rpartition(".")
+    index = f"[{','.join(texts)}]"
+    return f"{before}{index}.{last}" if dot else f"{last}{index}"

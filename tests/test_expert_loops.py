@@ -1,0 +1,77 @@
+"""Experts that are modules, called in a loop: one product of all, which ep splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from loops_of_experts import BATCHED, DIFFERING, one_weight
+from losses_of_rows import of_all
+from models_of_rows import (
+    EXPERTS,
+    WIDTH,
+    case,
+    copies,
+    if_any,
+    in_place,
+    listed,
+    of_a_view,
+    of_samples,
+    one_hot,
+    scattered,
+)
+from torch import Tensor
+
+from autopar.passes.capture.trace import trace
+
+LOOPS = (
+    in_place, one_hot, copies, of_samples, scattered, of_a_view, listed, if_any,
+    *BATCHED,
+)  # fmt: skip
+MESHES: list[tuple[str, int, dict[str, Any]]] = [
+    ("ep=2", 2, {}),
+    ("ep=2,tp=2", 1, {}),
+    ("dp=2,ep=2", 1, {"zero": 1}),
+    ("ep=2", 1, {"zero": 3}),
+    ("dp=2", 2, {"zero": 2}),
+    ("cp=2,tp=2", 1, {}),
+]
+
+
+@pytest.mark.matrix(quick=2)
+@pytest.mark.parametrize("add", LOOPS)
+@pytest.mark.parametrize(("mesh", "microbatches", "options"), MESHES)
+def test_loss_and_gradients_are_the_model_s(add, mesh, microbatches, options) -> None:
+    case(of_all, add).verify(mesh, microbatches, **options)
+
+
+@pytest.mark.parametrize("add", LOOPS)
+def test_all_experts_are_one_parameter(add: Callable[..., Tensor]) -> None:
+    one = case(of_all, add)
+    traced = trace(one.model, one.batch)
+    shapes = {v.name: v.shape for v in traced.graph.params}
+    assert shapes["layers.0.experts[0:3].1.weight"] == (EXPERTS, 48, WIDTH)
+    assert not any("experts.0.1" in name for name in shapes)
+    assert not traced.remarks
+    own = dict(one.model.named_parameters())
+    assert {n: v.shape for n, v in traced.parameters.items()} == {
+        n: tuple(own[n].shape) for n in traced.parameters
+    }
+
+
+@pytest.mark.parametrize("add", DIFFERING)
+def test_turns_that_differ_stay_as_they_are(add: Callable[..., Tensor]) -> None:
+    one = case(of_all, add)
+    traced = trace(one.model, one.batch)
+    assert not traced.joined and "each turn of the loop" in traced.remarks[0]
+    one.verify("dp=2", 1)
+
+
+def test_a_weight_of_two_experts_stays_one() -> None:
+    one = case(of_all, one_weight)
+    traced = trace(one.model, one.batch)
+    assert {*traced.joined} == {
+        f"layers.0.experts[0:3].3.{kind}" for kind in ("weight", "bias")
+    }
+    one.verify("ep=2", 1)
