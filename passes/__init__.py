@@ -3,6 +3,8 @@
     ops        Op                            all that there is to say of an operation
     capture    find_repeats        Repeats   layers that do the same: few are read
                trace               Traced    the model's forward, down to the loss
+               batch_expert_loops            experts that are modules, as one product
+               join_weights                  parameters that are read as one stack
                lower_precision     Traced    casts, where autocast would compute so
                normalize           Traced    one spelling for each thing
                find_input_ranges   InputRange  what integers of a batch may be

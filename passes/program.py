@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .capture.input_ranges import InputRange
+from .capture.rows import OWN_MASKS
 from .mesh import PIPELINE, Mesh
 from .part import Part, part_name
 from .plan import Plan
@@ -244,6 +245,12 @@ class Program:
     def has_dropout(self) -> bool:
         """Whether a step has dropout that `evaluate` leaves out."""
         return any("c.dropout_counters(" in text for text in self.modules.values())
+
+    @property
+    def own_masks(self) -> bool:
+        """Whether dropout leaves out other elements than where the model runs by
+        itself."""
+        return OWN_MASKS in self.remarks
 
     @property
     def draw(self) -> str:

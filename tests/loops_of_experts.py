@@ -68,6 +68,15 @@ def backwards(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def with_dropout(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        mine = F.dropout(expert(x[row]), 0.3)
+        y[row] += mine * weight[row, place, None]
+    return y
+
+
 BATCHED = (
     by_column, of_scores, of_one, of_samples_and_places, of_products, backwards,
 )  # fmt: skip
@@ -137,6 +146,24 @@ def shown_between(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y * total.sigmoid()
 
 
+def in_another_order(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Weights of rows in the order of tokens meet rows in that of choices."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        _, row = torch.where((chosen == e).t())
+        y.index_add_(0, row, expert(x[row]) * weight[chosen == e][:, None])
+    return y
+
+
+def onto_few_places(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Of the rows of a turn that go to one place, one counts."""
+    y = x[:2].clone()
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        y[place] += expert(x[row])
+    return x + y.sum(0)
+
+
 def of_new(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """What each expert makes is added as a whole."""
     y = torch.zeros_like(x)
@@ -162,3 +189,5 @@ DIFFERING = (
     other_work, other_numbers, not_all, the_next_expert, onto_before, the_last_counts,
     shown_between, of_new,
 )  # fmt: skip
+
+REFUSED = (in_another_order, onto_few_places)

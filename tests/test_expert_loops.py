@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from loops_of_experts import BATCHED, DIFFERING, one_weight
+from loops_of_experts import BATCHED, DIFFERING, REFUSED, one_weight, with_dropout
 from losses_of_rows import of_all
 from models_of_rows import (
     EXPERTS,
@@ -24,6 +24,7 @@ from models_of_rows import (
 from torch import Tensor
 
 from autopar.passes.capture.trace import trace
+from autopar.passes.errors import CaptureError
 
 LOOPS = (
     in_place, one_hot, copies, of_samples, scattered, of_a_view, listed, if_any,
@@ -66,6 +67,24 @@ def test_turns_that_differ_stay_as_they_are(add: Callable[..., Tensor]) -> None:
     traced = trace(one.model, one.batch)
     assert not traced.joined and "each turn of the loop" in traced.remarks[0]
     one.verify("dp=2", 1)
+
+
+@pytest.mark.parametrize("add", REFUSED)
+def test_rows_that_mix_are_refused(add: Callable[..., Tensor]) -> None:
+    one = case(of_all, add)
+    with pytest.raises(CaptureError, match="work on each row"):
+        trace(one.model, one.batch)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
+def test_dropout_of_rows_goes_by_the_row(mesh: str) -> None:
+    """So it is compared without: one mask for all turns, where a model that runs by
+    itself has one for those that each has chosen."""
+    one = case(of_all, with_dropout)
+    program = one.proved(mesh)
+    assert program.joined and program.own_masks and program.has_dropout
+    assert program.proof is not None and program.proof.model.by
+    one.verify(mesh, 1)
 
 
 def test_a_weight_of_two_experts_stays_one() -> None:

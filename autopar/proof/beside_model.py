@@ -28,6 +28,7 @@ from autopar.passes.capture.trace import run_without_data
 from autopar.passes.capture.traced import Traced
 from autopar.passes.capture.user_frames import at_work
 from autopar.passes.errors import AutoparError
+from autopar.passes.ops.random import DRAWN
 from autopar.passes.proof_record import CALLS, NUMBERS, Beside
 from autopar.progress import tell
 from autopar.proof.differences import differences, result_of_model
@@ -95,17 +96,20 @@ def run_beside_model(
 
 def _compare_numbers(untouched: Untouched, traced: Traced, seed: int) -> Beside:
     model, batch = untouched.model, untouched.batch
+    key = None if traced.own_masks else seed
+    if traced.own_masks and any(n.name in DRAWN for n in traced.graph.nodes):
+        return Beside(why="it draws numbers, and has dropout of chosen rows")
     like = {name: x.cpu() for name, x in real_values(model).items()}
     buffers = values_of_buffers(traced.graph.buffers, like, seed)
     problem = "it gives no finite numbers"
     for weights, inputs in draw_values(traced, like, batch, seed):
         values = {**like, **weights}
         try:
-            limits = _limits(untouched, values, inputs, seed)
+            limits = _limits(untouched, values, inputs, key)
             graph = {**inputs, **weights, **buffers, **traced.literals}
             with default_dtype(torch.float64):
-                ours = result_of_model(*run_graph(traced, graph, seed)[:2])
-                want = _in_double(untouched, values, inputs, seed, limits)
+                ours = result_of_model(*run_graph(traced, graph, key)[:2])
+                want = _in_double(untouched, values, inputs, key, limits)
         except (AutoparError, *REFUSED) as error:
             problem = str(error).partition("\n")[0]
             continue
@@ -116,7 +120,7 @@ def _compare_numbers(untouched: Untouched, traced: Traced, seed: int) -> Beside:
 
 
 def _limits(
-    untouched: Untouched, values: ByName, inputs: ByName, key: int
+    untouched: Untouched, values: ByName, inputs: ByName, key: int | None
 ) -> tuple[torch.finfo, ...]:
     """The limits of dtypes that forward asks for where it is captured."""
     model, precision = untouched.model, untouched.precision
@@ -137,7 +141,7 @@ def _in_double(
     untouched: Untouched,
     values: ByName,
     inputs: ByName,
-    key: int,
+    key: int | None,
     limits: tuple[torch.finfo, ...],
 ) -> StepResult:
     model = untouched.model

@@ -54,6 +54,7 @@ class Expected:
     chose. exact: of the model in its own precision, told so, where that is mixed.
     reference: tells rounding from faults. drawn: of weights and batch. buffers: those
     that were drawn, too. update: what follows the gradients, if that is compared too.
+    masks: whether the step had dropout, if the model has.
     """
 
     weights: Mapping[str, Tensor]
@@ -66,6 +67,7 @@ class Expected:
     drawn: tuple[str, ...] = ()
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     update: Update | None = None
+    masks: bool = True
 
 
 def expect(
@@ -119,7 +121,9 @@ class Subject:
     @property
     def evaluates(self) -> bool:
         """Whether the model evaluates to another loss, which is known."""
-        return self.program.has_dropout and not self.program.draw
+        program = self.program
+        masks = program.has_dropout and not program.own_masks
+        return masks and not program.draw
 
 
 @dataclass(frozen=True)
@@ -173,11 +177,18 @@ def _expect(
 ) -> Expected | None:
     """One step of the model; None if it cannot take what was drawn for it."""
     model, precision = subject.model, subject.program.plan.lowering
+    masks = not subject.program.own_masks
+    drawing = key if masks else None
     routers = Choosing()
     try:
         with _Seen() as seen:
             want = reference_step(
-                model, batch, subject.loss_fn, key, precision, routers
+                model,
+                batch,
+                subject.loss_fn,
+                drawing,
+                precision,
+                routers,
             )
     except (AssertionError, IndexError, RuntimeError, ValueError):
         if not drawn:
@@ -188,7 +199,7 @@ def _expect(
     weights = {name: p.detach() for name, p in model.named_parameters()}
     values = {**weights, **{name: b.detach() for name, b in model.named_buffers()}}
     made, allowed = tuple(routers.made), subject.tolerance
-    step = _Step(subject, batch, key, values, made, tuple(seen.told))
+    step = _Step(subject, batch, drawing, values, made, tuple(seen.told))
     return Expected(
         weights,
         {k: v for k, v in batch.items() if isinstance(v, Tensor)},
@@ -198,6 +209,7 @@ def _expect(
         made,
         step.told(batch, None) if precision else None,
         drawn,
+        masks=masks,
     )
 
 
@@ -208,7 +220,7 @@ class _Step:
 
     subject: Subject
     batch: Mapping[str, Any]
-    key: int
+    key: int | None
     values: Mapping[str, Tensor]
     made: tuple[Tensor, ...]
     limits: tuple[finfo, ...]

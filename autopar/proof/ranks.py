@@ -36,12 +36,14 @@ AGREE = 1e-6  # relative, of gradients that ranks should have alike
 @dataclass(frozen=True)
 class StepInputs:
     """weights: whole, by name. batch: whole. replay: what routers are told to choose.
-    update: what follows the gradients, if that is run too."""
+    update: what follows the gradients, if that is run too. masks: whether the step has
+    dropout, if the program has."""
 
     weights: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
     replay: RoutingReplay | None = None
     update: Update | None = None
+    masks: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _run_rank(
     results = []
     for number, inputs in enumerate(steps):
         _set_weights(step, inputs.weights)
-        comm.state.replay = inputs.replay
+        comm.state.replay, executor.state.masks = inputs.replay, inputs.masks
         loss = step(**_batch(program, inputs))
         scale = executor.loss_scale
         while scale and scale.good == 0 and scale.scale > 1.0:

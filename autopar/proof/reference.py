@@ -175,13 +175,14 @@ def reference_step(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
-    key: int = 0,
+    key: int | None = 0,
     precision: Lowering = None,
     choosing: Choosing | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and every gradient of `model(**batch)`, by the model's own names.
 
-    precision: what the model runs in. float16 comes with a loss
+    key: of random numbers and masks of dropout; None: there is no dropout, and torch
+    draws. precision: what the model runs in. float16 comes with a loss
     scale: the greatest power of two, up to that of `LossScale`, without an overflow.
     choosing: notes what routers choose, or tells them.
 

@@ -66,7 +66,7 @@ def _run(
     compiled: CodeCache | None,
 ) -> list[StepResult]:
     steps = [
-        StepInputs(e.weights, e.batch, replay, e.update)
+        StepInputs(e.weights, e.batch, replay, e.update, e.masks)
         for e, replay in zip(expected, told, strict=True)
     ]
     evaluate = all(e.result.evaluated is not None for e in expected)

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
-from ..capture.choices import Match, Part, Parts, complete, extent, find_match, joined
-from ..capture.chosen_rows import CHOOSES
+from ..capture.choice_rows import ChoiceRows
+from ..capture.choices import (
+    Match,
+    Parts,
+    are_distinct,
+    complete,
+    find_match,
+    joined,
+)
 from ..capture.join_weights import spanning
 from ..capture.rewrite import Rewriter
-from ..capture.rows import Rows, along
+from ..capture.rows import CHOOSES, Rows, along, is_accumulated
 from ..capture.turn_values import Stacked, TurnsDiffer, TurnValues, Weighed
+from ..capture.turn_writes import (
+    Accumulated,
+    Places,
+    Rowwise,
+    contiguous,
+    places_of,
+    read_write,
+)
 from ..graph import Graph, Node, Value
 from ..ops.op import op_of
 from ..ops.rules import is_pointwise
 
-SETTING = ("aten.index_put", "aten.index_copy")
-ADDING = ("aten.index_add", "aten.scatter_add")
 NORMS = ("aten.layer_norm", "aten.rms_norm")
-
-
-@dataclass(frozen=True)
-class Places:
-    """Which index each row has along a dim that goes along these parts of the
-    choices."""
-
-    parts: Parts
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """Rows of what turns write to, and what is added to them. whole: what each turn
-    reads them of. parts: of the choices, along the dims that rows are chosen of."""
-
-    whole: tuple[Value, ...]
-    parts: Parts
-    added: Value | None = None
-
-
-Rowwise: TypeAlias = Value | Places | Accumulated
-
-
-def is_accumulated(node: Node, rows: Collection[str]) -> bool:
-    """Whether a node writes rows into a tensor that is not of rows."""
-    return node.name in (*SETTING, *ADDING) and node.operands[0].name not in rows
 
 
 class TurnBatch:
@@ -66,6 +52,7 @@ class TurnBatch:
         # In which order they run, as numbers.
         self.order = sorted(range(len(turns)), key=first.__getitem__)
         self.last = self.order[-1]
+        self.layout = ChoiceRows(rewriter, choices.numel)
         self.values = TurnValues(rewriter, graph, self.last)
         self.made = self.values.made
         # Of each turn: the place of what makes a value of rows, and which result it is.
@@ -79,6 +66,7 @@ class TurnBatch:
         ]
         self.rows: dict[str, Rowwise] = {}  # by the name of the last turn's
         self.dims: dict[str, int] = {}  # of a turn's value, the dim along its rows
+        self.orders: dict[str, Parts] = {}  # and what these are in order of
         self._expert: Value | None = None
         self._looked_up: dict[str, Value] = {}
 
@@ -96,11 +84,13 @@ class TurnBatch:
         operands = [self.operand(column) for column in columns]
         self.values.check_alike(nodes)
         table = dict(zip((v.name for v in node.operands), operands, strict=True))
+        self._order(table)
         if is_accumulated(node, self.dims):
             return self._accumulate(node, nodes, table)
         made, dim = self._rowwise(node, nodes, table)
         (out,) = node.results
         self.rows[out.name], self.dims[out.name] = made, dim
+        self.orders[out.name] = self._order(table)
         return None
 
     def operand(self, values: Sequence[Value]) -> Any:
@@ -130,47 +120,19 @@ class TurnBatch:
         assert match is not None, "a turn is of a number that is chosen"
         for out, parts in zip(node.results, match.dims, strict=True):
             self.rows[out.name], self.dims[out.name] = Places(parts), 0
+            self.orders[out.name] = match.order
+
+    def _order(self, table: Mapping[str, Any]) -> Parts:
+        """What the rows of operands are in order of, which must be the same."""
+        orders = {self.orders[name] for name in table if name in self.orders}
+        orders |= {x.order for x in table.values() if isinstance(x, Match)}
+        if len(orders) > 1:
+            raise TurnsDiffer
+        return orders.pop()
 
     def _shape(self, v: Value, dim: int) -> tuple[int, ...]:
         """A shape with all rows in place of a turn's."""
         return (*v.shape[:dim], self.choices.numel, *v.shape[dim + 1 :])
-
-    def spread(self, x: Value, first: int, last: int, parts: Parts) -> Value:
-        """x, whose dims from first to before last go along parts of the choices, as one
-        dim of rows: for each of the choices what it is there."""
-        every = complete(parts, self.choices.numel)
-        if every is None or math.prod(x.shape[first:last]) != extent(parts):
-            raise TurnsDiffer
-        lead, rest, rewriter = x.shape[:first], x.shape[last:], self.rewriter
-        x = rewriter.reshape(x, (*lead, *(n for _, n in parts), *rest))
-        ordered = sorted(range(len(parts)), key=lambda i: parts[i], reverse=True)
-        x = self._permuted(x, first, ordered)
-        here = [n if own else 1 for (_, n), own in every]
-        x = rewriter.reshape(x, (*lead, *here, *rest))
-        x = rewriter.expand(x, (*lead, *(n for (_, n), _ in every), *rest))
-        return rewriter.reshape(x, (*lead, self.choices.numel, *rest))
-
-    def gather(self, rows: Value, first: int, parts: Parts) -> Value:
-        """Rows along the first-th dim, as dims that go along parts of the choices:
-        of several rows in one place the sum."""
-        every = complete(parts, self.choices.numel)
-        if every is None:
-            raise TurnsDiffer
-        lead, rest = rows.shape[:first], rows.shape[first + 1 :]
-        shape = (*lead, *(n for (_, n), _ in every), *rest)
-        x = self.rewriter.reshape(rows, shape)
-        gone = tuple(first + i for i, (_, own) in enumerate(every) if not own)
-        if gone:
-            x = self.rewriter.emit("aten.sum.dim_IntList", x, gone)
-        present = [part for part, own in every if own]
-        return self._permuted(x, first, [present.index(part) for part in parts])
-
-    def _permuted(self, x: Value, first: int, order: Sequence[int]) -> Value:
-        if [*order] == [*range(len(order))]:
-            return x
-        dims = [*range(len(x.shape))]
-        dims[first : first + len(order)] = [first + i for i in order]
-        return self.rewriter.emit("aten.permute.default", x, tuple(dims))
 
     def looked_up(self, x: Stacked) -> Value:
         """The value of each row's number: [rows, ...]."""
@@ -211,35 +173,16 @@ class TurnBatch:
         dim = self.dims.get(v.name)
         return None if dim is None else Rows(v, "", "", (v.shape[dim],), dim)
 
-    def _places(
-        self, indices: Sequence[Value], table: dict[str, Any]
-    ) -> tuple[Parts, int]:
-        """The parts of the choices along the dims that are indexed, by places or by a
-        mask; and how many dims these are."""
-        parts: list[Part] = []
-        count = 0
-        for index in indices:
-            own = table[index.name]
-            if isinstance(own, Match):
-                parts += [part for dim in own.dims for part in dim]
-                count += len(own.dims)
-            elif isinstance(own, Places):
-                parts += own.parts
-                count += 1
-            else:
-                raise TurnsDiffer
-        return tuple(parts), count
-
     def _index(
         self, node: Node, nodes: Sequence[Node], table: dict[str, Any]
     ) -> tuple[Rowwise, int]:
         """`x[rows]`, `x[rows, place]`."""
         x = node.operands[0]
         if node.name == "aten.index":
-            first, indices = _contiguous(node.arg("indices"))
+            first, indices = contiguous(node.arg("indices"))
         else:
             first, indices = int(node.arg("dim")) % len(x.shape), [node.arg("index")]
-        parts, count = self._places(indices, table)
+        parts, count = places_of(indices, table)
         last, source = first + count, table[x.name]
         if isinstance(source, Accumulated):
             if first:
@@ -249,17 +192,17 @@ class TurnBatch:
             if joined([p for own in source.dims for p in own]) != joined(parts):
                 raise TurnsDiffer
             every = tuple(p for own in source.whole for p in own)
-            spread = self.spread(source.value, 0, len(source.value.shape), every)
+            spread = self.layout.spread(source.value, 0, len(source.value.shape), every)
             return self.rewriter.reshape(spread, self._shape(node.out, first)), first
         if isinstance(source, Stacked):
             return self._of_each(source.value, first, last, parts), first
         if not isinstance(source, Value) or x.name in self.rows:
             raise TurnsDiffer
-        return self.spread(source, first, last, parts), first
+        return self.layout.spread(source, first, last, parts), first
 
     def _of_each(self, x: Value, first: int, last: int, parts: Parts) -> Value:
         """Rows of each turn's value [turns, ...], where that is one number a row."""
-        spread = self.spread(x, first + 1, last + 1, parts)
+        spread = self.layout.spread(x, first + 1, last + 1, parts)
         if first or len(spread.shape) != 2:
             raise TurnsDiffer
         expert = self.rewriter.reshape(self.expert, (1, self.choices.numel))
@@ -390,7 +333,7 @@ class TurnBatch:
         for before, after in pairwise(self.order):
             if self._viewed(wholes[after]) != nodes[before].out:
                 raise TurnsDiffer
-        first, parts, written, adds = self._write(node, table)
+        first, parts, written, adds = read_write(node, table, self.dims)
         rows: Any = written
         if isinstance(written, Accumulated):
             if written.whole != tuple(wholes) or written.parts != parts or adds:
@@ -399,52 +342,18 @@ class TurnBatch:
         if not isinstance(rows, Value):
             raise TurnsDiffer
         every = complete(parts, self.choices.numel)
-        if not adds and (every is None or not all(own for _, own in every)):
+        if every is None:
+            raise TurnsDiffer
+        several = tuple(part for part, own in every if not own)
+        if several and not adds:
             raise TurnsDiffer  # what a later turn writes replaces what was there
-        made = self.gather(rows, first, parts)
+        if isinstance(written, Accumulated) and not are_distinct(
+            self.choices, several, self.made
+        ):
+            raise TurnsDiffer  # in one turn, of two rows in a place one counts
+        made = self.layout.gather(rows, first, parts)
         made = self.rewriter.reshape(made, node.out.shape)
         start = self.values.now(wholes[self.order[0]])
         if not adds or self.rewriter.producer(start, "aten.zeros", "aten.zeros_like"):
             return made
         return self.rewriter.emit("aten.add.Tensor", start, made)
-
-    def _write(
-        self, node: Node, table: dict[str, Any]
-    ) -> tuple[int, Parts, Rowwise, bool]:
-        """What a node writes: the dim of the rows, the parts of the choices that it
-        goes along, the rows, and whether they are added."""
-        whole = node.operands[0]
-        if node.name == "aten.index_put":
-            first, indices = _contiguous(node.arg("indices"))
-            rows, adds = node.arg("values"), bool(node.arg("accumulate"))
-            if first:
-                raise TurnsDiffer
-        else:
-            source = "source" if node.arg("src") is None else "src"
-            first, index, rows = node.named(f"dim index {source}")
-            first, indices = int(first) % len(whole.shape), [index]
-            adds = node.name in ADDING
-            if (
-                node.arg("alpha") not in (None, 1)
-                or rows.shape[first + 1 :] != (whole.shape[first + 1 :])
-            ):
-                raise TurnsDiffer
-            if len(index.shape) > 1 and index.shape != rows.shape:
-                raise TurnsDiffer
-        parts, count = self._places(indices, table)
-        if self.dims.get(rows.name) != first or rows.dtype != whole.dtype:
-            raise TurnsDiffer
-        if math.prod(whole.shape[first : first + count]) != extent(parts):
-            raise TurnsDiffer
-        if rows.shape[first + 1 :] != whole.shape[first + count :]:
-            raise TurnsDiffer
-        return first, parts, table[rows.name], adds
-
-
-def _contiguous(indices: Sequence[Value | None]) -> tuple[int, list[Value]]:
-    """The dim of the first index, and all of them. Raises: TurnsDiffer, where a dim
-    between is not indexed."""
-    present = [d for d, index in enumerate(indices) if index is not None]
-    if present != [*range(present[0], present[-1] + 1)]:
-        raise TurnsDiffer
-    return present[0], [i for i in indices if i is not None]

@@ -38,6 +38,13 @@ class Match:
     number: int | None = None
     gone: Parts = ()
 
+    @property
+    def order(self) -> Parts:
+        """The parts that the rows which it chooses are in order of; () if they are as
+        the choices are."""
+        parts = tuple(p for own in (*self.dims, self.gone) for p in own)
+        return () if [*parts] == sorted(parts, reverse=True) else parts
+
 
 def find_match(v: Value, made: Mapping[str, Node]) -> Match | None:
     """What a mask compares, if it is one of choices."""
@@ -96,19 +103,16 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if is_index and (kind.rule is topmost or node.name in LARGEST):
         dim = node.arg("dim")
         return None if dim is None or not x.shape else x.shape[dim]
-    if is_index and node.name == "aten.multinomial":
-        return x.shape[-1]
-    if kind.elements in KEPT or kind.view in ("shape", "order", "part", "copies"):
+    if kind.elements in KEPT or kind.view in ("shape", "order", "part"):
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
 
 
-def are_distinct(match: Match, made: Mapping[str, Node]) -> bool:
-    """Whether of the choices that a mask is any of, no two are one number."""
-    shape = match.choices.shape
-    distinct = distinct_dims(match.choices, made)
+def are_distinct(choices: Value, parts: Parts, made: Mapping[str, Node]) -> bool:
+    """Whether no two choices are one number that differ in these parts alone."""
+    shape, distinct = choices.shape, distinct_dims(choices, made)
     strides = {math.prod(shape[d + 1 :]): d for d, n in enumerate(shape) if n > 1}
-    along = {strides.get(stride) for stride, _ in match.gone}
+    along = {strides.get(stride) for stride, _ in parts}
     return len(along) <= 1 and along <= {*distinct}
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from ..builder import Builder
-from ..capture.chosen_rows import CHOOSES, rows_of
+from ..capture.chosen_rows import rows_of
+from ..capture.rows import CHOOSES
 from ..capture.values_read import Unknown, has_shape
 from ..graph import Graph, Location, Node, Value
 from ..ops.captured import RESHAPES

@@ -19,7 +19,7 @@ from ..capture.decompose_composites import broadcast_tensors, expand_as
 from ..capture.distinct import dim_after, one_at_most
 from ..capture.reduce_rows import REDUCTIONS, reduced
 from ..capture.rewrite import Rewriter, Rule
-from ..capture.rows import Rows, along
+from ..capture.rows import ADDING, CHOOSES, Rows, along
 from ..capture.values_read import WITHOUT_ROWS
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short
@@ -28,9 +28,7 @@ from ..ops.finite import keeps_finite, not_finite
 from ..ops.op import is_view, op_of, shows_all
 from ..ops.rules import is_pointwise
 
-CHOOSES = "aten.where.default"
 SEEDED = torch.Tag.nondeterministic_seeded
-ADDING = ("aten.index_add", "aten.scatter_add")
 LOOKUPS = {"aten.gather": "index", "aten.embedding": "indices", "aten.one_hot": "self"}
 EXPANDS: dict[str, Rule] = {
     **dict.fromkeys(("aten.expand_as", "aten.broadcast_to"), expand_as),

@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 import torch
 
 from ..builder import prune
-from ..capture.batch_turns import TurnBatch, is_accumulated
+from ..capture.batch_turns import TurnBatch
 from ..capture.choices import are_distinct, find_match, numbers_of
-from ..capture.chosen_rows import CHOOSES
 from ..capture.rewrite import Rewriter
+from ..capture.rows import CHOOSES, is_accumulated
 from ..capture.turn_values import TurnsDiffer
 from ..graph import Graph, Node, Value
 from ..ops.random import awaits_number
+
+DROPOUT = "aten.dropout"
 
 
 @dataclass
@@ -65,7 +67,9 @@ def find_loops(graph: Graph) -> list[Loop]:
     for node in graph.nodes:
         if node.op == CHOOSES:
             match = find_match(node.operands[0], made)
-            if match is None or match.number is None or not are_distinct(match, made):
+            if match is None or match.number is None:
+                continue
+            if not are_distinct(match.choices, match.gone, made):
                 continue
             turn = match.choices.name, match.number
             loops.setdefault(match.choices.name, Loop(match.choices))
@@ -73,7 +77,7 @@ def find_loops(graph: Graph) -> list[Loop]:
             turns = {rows[v.name] for v in node.operands if v.name in rows}
             if not turns or not node.results:
                 continue
-            if len(turns) > 1 or awaits_number(node):
+            if len(turns) > 1 or (awaits_number(node) and node.name != DROPOUT):
                 others.update(choices for choices, _ in turns)
             turn = min(turns)
         loops[turn[0]].turns[turn[1]].append(node)
@@ -107,7 +111,15 @@ class _Batching:
         self.autocast: dict[str, torch.dtype] = {}
         self.rewriter = Rewriter(graph, {})
         self.steps: dict[str, tuple[TurnBatch, int]] = {}
-        ops = set()
+        # Dropout of turns: of rows, whose one mask takes the place of theirs.
+        self.masks = {
+            node.results[0].name
+            for loop in loops
+            for nodes in loop.turns.values()
+            for node in nodes
+            if node.name == DROPOUT
+        }
+        ops = {DROPOUT}
         for loop in loops:
             turns = [loop.turns[number] for number in sorted(loop.turns)]
             batch = TurnBatch(self.rewriter, graph, loop.choices, turns)
@@ -120,9 +132,10 @@ class _Batching:
         """What takes the place of the result of the last turn's node, if it is read
         outside of the loop."""
         name = next((v.name for v in node.results), "")
+        instead = node.operands[0] if name in self.masks else None
         batch, step = self.steps.get(name, (None, 0))
         if batch is None or batch.choices.name in self.differ:
-            return None
+            return instead
         first = len(rewriter.builder.nodes)
         try:
             made = batch.emit(step)
@@ -132,4 +145,4 @@ class _Batching:
         if (dtype := self.before.get(name)) is not None:
             new = (v for n in rewriter.builder.nodes[first:] for v in n.results)
             self.autocast.update((v.name, dtype) for v in new)
-        return made
+        return made or instead

@@ -35,6 +35,7 @@ from ..capture.on_meta import META
 from ..capture.order_tables import order_tables
 from ..capture.read_export import ExportReader
 from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
+from ..capture.rows import OWN_MASKS, has_own_masks
 from ..capture.traced import Traced
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import NO_NUMBER, capture_failed
@@ -75,6 +76,7 @@ def trace(
     traced = traced or _capture_either(wrapper, tensors, precision)
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
+    own_masks = has_own_masks(traced.graph)
     graph, low = batch_expert_loops(traced.graph, traced.autocast)
     remarks = remark_on_loops(graph, _place_of(wrapper))
     graph = keep_all_rows(graph, low.keys())
@@ -95,10 +97,11 @@ def trace(
         autocast=low,
         trainable=trainable,
         joined=joined,
+        own_masks=own_masks,
         outputs=names,
         metrics=count,
     )
-    remarks = (*remarks, *wrapper.unseen.guards.remarks())
+    remarks = (*remarks, *[OWN_MASKS] * own_masks, *wrapper.unseen.guards.remarks())
     remarks = (*remarks, *wrapper.compiling.remarks())
     return replace(traced, remarks=remarks, known=known)
 

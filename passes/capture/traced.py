@@ -26,6 +26,8 @@ class Traced:
     how many of these, the first, are the scalars of a dict of losses. remarks: what the
     user should know of how it was read. asked: of what the model asked whether there is
     any. known: buffers of which it asked what is in them -> the digest of what was.
+    own_masks: whether dropout leaves out other elements than where the model runs by
+    itself, see `has_own_masks`.
     """
 
     graph: Graph
@@ -40,6 +42,7 @@ class Traced:
     remarks: tuple[str, ...] = ()
     asked: tuple[Value, ...] = ()
     known: Mapping[str, int] = field(default_factory=dict)
+    own_masks: bool = False
 
     @property
     def named_outputs(self) -> dict[str, Value]:

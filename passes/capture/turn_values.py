@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..capture.choices import Match, Parts, find_match, seen
+from ..capture.choices import Match, Parts, are_distinct, find_match, seen
 from ..capture.join_weights import STACK
 from ..capture.rewrite import Rewriter
 from ..graph import Graph, Node, Value, map_values
 from ..ops.op import op_of
+from ..ops.random import awaits_number
 from ..ops.reductions import dims_of
 
 TURNED = ("aten.t", "aten.numpy_T", "aten.transpose", "aten.permute")
@@ -41,6 +42,7 @@ class Weighed:
     dims: the parts of the choices along those of what is seen of it. whole: those of
     the value; some may be summed over, as one choice at most is that number."""
 
+    choices: Value
     value: Value
     whole: tuple[Parts, ...]
     dims: tuple[Parts, ...]
@@ -95,6 +97,8 @@ class TurnValues:
     def _of_nodes(self, nodes: Sequence[Node], values: Sequence[Value]) -> Steady:
         """What nodes make that do the same."""
         last = nodes[self.last]
+        if awaits_number(last):  # each turn its own
+            raise TurnsDiffer
         if last.name in ("aten.unbind", "aten.select"):
             return self._of_numbers(nodes, values)
         operands = self.operands(nodes)
@@ -162,7 +166,7 @@ class TurnValues:
             if not isinstance(x, Value) or not isinstance(match, Match) or match.gone:
                 continue
             if x.shape == node.out.shape and len(match.dims) == len(x.shape):
-                return Weighed(x, match.dims, match.dims)
+                return Weighed(match.choices, x, match.dims, match.dims)
         raise TurnsDiffer
 
     def _of_weighed(self, node: Node, x: Weighed) -> Weighed:
@@ -175,6 +179,9 @@ class TurnValues:
                 return replace(x, dims=after)
         elif node.name == "aten.sum" and node.out.dtype == x.value.dtype:
             gone, kept = dims_of(node), bool(node.arg("keepdim"))
+            summed = tuple(part for d in gone for part in x.dims[d])
+            if not are_distinct(x.choices, summed, self.made):
+                raise TurnsDiffer
             dims = [() if d in gone else own for d, own in enumerate(x.dims)]
             left = [own for d, own in enumerate(dims) if kept or d not in gone]
             return replace(x, dims=tuple(left))

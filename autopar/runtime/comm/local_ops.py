@@ -30,9 +30,9 @@ class LocalOps(Placement):
         part of a tensor: int64 [all but the last extent, 1] and [last], to be added up.
 
         position: for each dim, its factors: (global extent, axes that split it).
-        None while evaluating: there is no dropout then.
+        None where there is no dropout, as while evaluating.
         """
-        if self.state.evaluating:
+        if self.state.evaluating or not self.state.masks:
             return None, None
         dims = [
             [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position

@@ -16,9 +16,9 @@ class StepState:
 
     microbatches: of a step. zigzag: axes whose shares lie so. microbatch: the one at
     work, the coordinate on the axis "time". key: of all dropout masks of the step.
-    scale: of the loss. evaluating: whether there is no dropout. replay: what routers
-    are told to choose, if anything. on_ready: told which gradients are ready, in the
-    last microbatch.
+    scale: of the loss. evaluating: whether it is forward only, without dropout. masks:
+    whether a step has dropout. replay: what routers are told to choose, if anything.
+    on_ready: told which gradients are ready, in the last microbatch.
     """
 
     microbatches: int
@@ -27,5 +27,6 @@ class StepState:
     key: int = 0
     scale: float = 1.0
     evaluating: bool = False
+    masks: bool = True
     replay: RoutingReplay | None = None
     on_ready: Callable[[Sequence[Tensor]], None] | None = None

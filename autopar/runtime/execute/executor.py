@@ -32,7 +32,7 @@ from autopar.runtime.execute.running_stage import Batch, RunningStage, load_modu
 from autopar.runtime.execute.tf32 import in_tf32
 from autopar.runtime.execute.unused import Unused, nothing_left_of_failures
 from autopar.runtime.parameters.changed import check_data, check_kind, kind_of
-from autopar.runtime.parameters.stack import Stack
+from autopar.runtime.parameters.stack import make_stacks
 
 
 class Executor:
@@ -68,11 +68,7 @@ class Executor:
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.overlaps = True
         self._unused = Unused()
-        self.stacks = [
-            Stack(name, rows)
-            for name in program.tensors
-            if (rows := self._rows(name)) and name not in rows
-        ]
+        self.stacks = make_stacks(program, self.parameters)
         self.gradients = Gradients(program, comm, self.parameters, gradients)
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
         # After it, nothing is added to the gradients of a stage any more.
@@ -112,11 +108,6 @@ class Executor:
             tensors[name] = program.literals[name].to(self.comm.device)
         grads = {n: self.gradients.tensors[names[n]] for n in module["TRAINED"]}
         return RunningStage(module, tensors, grads)
-
-    def _rows(self, name: str) -> dict[str, nn.Parameter]:
-        """The parameters here that a tensor of stages has as its rows."""
-        held, rows = self.parameters, self.program.rows_of(name)
-        return {row: held[row] for row in rows if row in held}
 
     @torch.no_grad()
     def set_up(self) -> None:

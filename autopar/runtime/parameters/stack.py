@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.program import Program
 from autopar.runtime.parameters.changed import check_data, kind_of
 
 
@@ -32,6 +33,18 @@ class Stack:
                 check_data(name, p, kind_of(row))
                 row.copy_(p.detach())
                 p.data = row
+
+
+def make_stacks(
+    program: Program, parameters: Mapping[str, nn.Parameter]
+) -> list[Stack]:
+    """The tensors of a rank's stages that have several of its parameters as rows."""
+    stacks = []
+    for name in program.tensors:
+        rows = {n: parameters[n] for n in program.rows_of(name) if n in parameters}
+        if rows and name not in rows:
+            stacks.append(Stack(name, rows))
+    return stacks
 
 
 def _in_one_memory(rows: list[Tensor]) -> Tensor | None:
