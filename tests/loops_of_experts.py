@@ -77,8 +77,31 @@ def with_dropout(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def by_slots(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Which of a token's choices it is is looked up, as in LLMs-from-scratch."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = chosen == e
+        row = mask.any(-1).nonzero().squeeze(-1)
+        slot = mask[row].int().argmax(-1, keepdim=True)
+        share = torch.gather(weight.index_select(0, row), -1, slot).squeeze(-1)
+        y.index_add_(0, row, expert(x.index_select(0, row)) * share.unsqueeze(-1))
+    return y
+
+
+def by_numbers(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """With the places of rows as numbers."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        share = weight[row].gather(1, place[:, None]) / (1 + row[:, None] % 3)
+        y[row] += expert(x[row]) * share
+    return y
+
+
 BATCHED = (
     by_column, of_scores, of_one, of_samples_and_places, of_products, backwards,
+    by_slots, by_numbers,
 )  # fmt: skip
 
 

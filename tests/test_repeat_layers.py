@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from losses_of_rows import of_all
 from models import gpt2, llama, plain_gpt
+from models_of_rows import case as experts
+from models_of_rows import copies, in_place
 from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
@@ -187,6 +190,28 @@ def test_patterns_are_found(kinds, kept, folded) -> None:
 )
 def test_what_differs_is_captured_as_it_is(model, folded) -> None:
     check(model, batch())
+    assert not folded
+
+
+@pytest.mark.parametrize("add", [in_place, copies])
+def test_loops_over_experts_repeat(add, folded) -> None:
+    """Nobody knows how many rows an expert has, in whatever layer."""
+    one = experts(of_all, *[add] * 9)
+    check(one.model, one.batch)
+    assert [repeats.kept for repeats in folded] == [(0, 1, 2, 8)]
+
+
+def test_what_asks_how_many_rows_there_are_is_captured_as_it_is(folded) -> None:
+    def by_count(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(m.experts):
+            row, place = torch.where(chosen == e)
+            own = expert(x[row].view(row.shape[0], -1))
+            y[row] += own * weight[row, place, None]
+        return y
+
+    one = experts(of_all, *[by_count] * 6)
+    check(one.model, one.batch)
     assert not folded
 
 

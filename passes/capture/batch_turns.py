@@ -13,6 +13,7 @@ from ..capture.choices import (
     Parts,
     are_distinct,
     complete,
+    extent,
     find_match,
     joined,
 )
@@ -25,6 +26,7 @@ from ..capture.turn_writes import (
     Places,
     Rowwise,
     contiguous,
+    flat,
     places_of,
     read_write,
 )
@@ -87,7 +89,7 @@ class TurnBatch:
         self._order(table)
         if is_accumulated(node, self.dims):
             return self._accumulate(node, nodes, table)
-        made, dim = self._rowwise(node, nodes, table)
+        made, dim = self._rowwise(node, table)
         (out,) = node.results
         self.rows[out.name], self.dims[out.name] = made, dim
         self.orders[out.name] = self._order(table)
@@ -144,23 +146,21 @@ class TurnBatch:
 
     # --- what is done to rows ------------------------------------------------------
 
-    def _rowwise(
-        self, node: Node, nodes: Sequence[Node], table: dict[str, Any]
-    ) -> tuple[Rowwise, int]:
+    def _rowwise(self, node: Node, table: dict[str, Any]) -> tuple[Rowwise, int]:
         """What a node makes of rows, and the dim that goes along them."""
         if len(node.results) != 1:
             raise TurnsDiffer
         if node.name in ("aten.index", "aten.index_select"):
-            return self._index(node, nodes, table)
+            return self._index(node, table)
         dim = along(node, self._rows_of)
         if dim is None:
             raise TurnsDiffer
         first = table[node.operands[0].name]
         kind = op_of(node)
-        if isinstance(first, Places):
-            if kind.elements in ("same", "cast") or kind.view in ("shape", "copies"):
-                return first, dim
-            raise TurnsDiffer
+        if isinstance(first, Places) and (
+            kind.elements in ("same", "cast") or kind.view in ("shape", "copies")
+        ):
+            return first, dim
         if any(isinstance(x, Accumulated) for x in table.values()):
             return self._added(node, table), dim
         if isinstance(product := self._product(node, table), Value):
@@ -173,32 +173,57 @@ class TurnBatch:
         dim = self.dims.get(v.name)
         return None if dim is None else Rows(v, "", "", (v.shape[dim],), dim)
 
-    def _index(
-        self, node: Node, nodes: Sequence[Node], table: dict[str, Any]
-    ) -> tuple[Rowwise, int]:
+    def _index(self, node: Node, table: dict[str, Any]) -> tuple[Rowwise, int]:
         """`x[rows]`, `x[rows, place]`."""
         x = node.operands[0]
         if node.name == "aten.index":
             first, indices = contiguous(node.arg("indices"))
         else:
             first, indices = int(node.arg("dim")) % len(x.shape), [node.arg("index")]
-        parts, count = places_of(indices, table)
-        last, source = first + count, table[x.name]
+        places = places_of(indices, table)
+        last, parts = first + len(places), flat(places)
+        if x.shape[first:last] != tuple(map(extent, places)):
+            raise TurnsDiffer
+        source = table[x.name]
         if isinstance(source, Accumulated):
             if first:
                 raise TurnsDiffer
             return replace(source, parts=parts), 0
         if isinstance(source, Weighed):
-            if joined([p for own in source.dims for p in own]) != joined(parts):
+            if joined(flat(source.dims)) != joined(parts):
                 raise TurnsDiffer
-            every = tuple(p for own in source.whole for p in own)
+            every = flat(source.whole)
             spread = self.layout.spread(source.value, 0, len(source.value.shape), every)
             return self.rewriter.reshape(spread, self._shape(node.out, first)), first
+        if isinstance(source, Match):
+            source = self._equal(source, first, last)
+            return source, first
         if isinstance(source, Stacked):
             return self._of_each(source.value, first, last, parts), first
         if not isinstance(source, Value) or x.name in self.rows:
             raise TurnsDiffer
         return self.layout.spread(source, first, last, parts), first
+
+    def _equal(self, match: Match, first: int, last: int) -> Value:
+        """Rows of a mask: which of the choices there are the number of each."""
+        if match.gone or first:
+            raise TurnsDiffer
+        shape = [extent(own) for own in match.dims]
+        choices = self.layout.gather(self.expert, 0, flat(match.dims))
+        choices = self.rewriter.reshape(choices, shape)
+        rows = self.layout.spread(choices, first, last, flat(match.dims[first:last]))
+        shape = [self.choices.numel, *[1] * (len(rows.shape) - 1)]
+        number = self.rewriter.reshape(self.expert, shape)
+        return self.rewriter.emit("aten.eq.Tensor", rows, number)
+
+    def _counted(self, places: Places, v: Value, dim: int) -> Value:
+        """Places as integers, in the shape that holds them."""
+        n = extent(places.parts)
+        counted = self.rewriter.emit("aten.arange.default", n, dtype=v.dtype)
+        rows = self.layout.spread(counted, 0, 1, places.parts)
+        shape = [self.choices.numel if d == dim else 1 for d in range(len(v.shape))]
+        rows = self.rewriter.reshape(rows, shape)
+        return self.rewriter.expand(rows, self._shape(v, dim))
 
     def _of_each(self, x: Value, first: int, last: int, parts: Parts) -> Value:
         """Rows of each turn's value [turns, ...], where that is one number a row."""
@@ -288,6 +313,8 @@ class TurnBatch:
         now: dict[str, Value] = {}
         for v in node.operands:
             x = table[v.name]
+            if isinstance(x, Places):
+                x = self._counted(x, v, self.dims[v.name])
             if isinstance(x, Stacked) and is_pointwise(node):
                 rank = len(node.out.shape) - dim
                 like = replace(node.out, shape=self._shape(node.out, dim)[-rank:])

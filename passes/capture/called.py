@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..capture.on_meta import counts_rows
 from ..layers import FIRST
 from ..nested import tensors
 
@@ -19,6 +20,10 @@ Call = tuple[Hashable, ...]
 
 class NotInOrder(Exception):
     """Layers that are not called one after another, each once."""
+
+
+class RowsCounted(Exception):
+    """A forward that may go on as the number of rows says which data choose."""
 
 
 class Calls(TorchFunctionMode):
@@ -46,6 +51,8 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         call = self.described(func, torch.is_grad_enabled(), args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        if counts_rows(result):
+            raise RowsCounted
         made = list(tensors(args if result is None else result))
         if made or result is None:  # all else comes back as an argument, if it matters
             for place, x in enumerate(made):

@@ -11,11 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 META = torch.device("meta")
+ATEN = torch.ops.aten
+ROWS = 1_000_003  # stands for how many a mask chooses: nothing else has so many
+INDEXED = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default)
 
 
 class Shapes(TorchDispatchMode):
     """Lets an op run once for operands of some shapes: of layers that are alike the
-    first. Checks operands that the op itself does not: it would read beyond them."""
+    first. Checks operands that the op itself does not: it would read beyond them. Of
+    what a mask chooses there are `ROWS`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +29,12 @@ class Shapes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         keywords = kwargs or {}
+        if func is ATEN.nonzero.default:
+            return _made((ROWS, args[0].ndim), torch.int64)
+        if func is ATEN.masked_select.default:
+            return _made((ROWS,), args[0].dtype)
+        if func in INDEXED:
+            args = (args[0], _places(args[1]), *args[2:])
         writes = func._schema.is_mutable
         if func.is_view or (writes and not _is_in_place(func)):
             return func(*args, **keywords)
@@ -48,6 +58,27 @@ def _shape(x: Any) -> object:
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype
     return tuple(map(_shape, x)) if isinstance(x, list | tuple) else (type(x), x)
+
+
+def counts_rows(x: Any) -> bool:
+    """Whether what Python is told of a tensor says how many rows were chosen."""
+    if isinstance(x, tuple | list):
+        return any(map(counts_rows, x))
+    return type(x) is int and x > 0 and x % ROWS == 0
+
+
+def _made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Places in each dim of a mask, in place of it."""
+    every: list[Tensor | None] = []
+    for index in indices:
+        mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        dims = index.ndim if mask and index is not None else 0
+        every += [_made((ROWS,), torch.int64) for _ in range(dims)] or [index]
+    return every
 
 
 def _like(x: Any) -> Any:

@@ -76,7 +76,6 @@ def trace(
     traced = traced or _capture_either(wrapper, tensors, precision)
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
-    own_masks = has_own_masks(traced.graph)
     graph, low = batch_expert_loops(traced.graph, traced.autocast)
     remarks = remark_on_loops(graph, _place_of(wrapper))
     graph = keep_all_rows(graph, low.keys())
@@ -97,12 +96,11 @@ def trace(
         autocast=low,
         trainable=trainable,
         joined=joined,
-        own_masks=own_masks,
         outputs=names,
         metrics=count,
     )
-    remarks = (*remarks, *[OWN_MASKS] * own_masks, *wrapper.unseen.guards.remarks())
-    remarks = (*remarks, *wrapper.compiling.remarks())
+    remarks += (OWN_MASKS,) * traced.own_masks
+    remarks += (*wrapper.unseen.guards.remarks(), *wrapper.compiling.remarks())
     return replace(traced, remarks=remarks, known=known)
 
 
@@ -244,6 +242,8 @@ def _capture_repeats(
     try:
         with only_layers(model, repeats.path, repeats.kept):
             few = _capture(wrapper, tensors, precision)
+        few_graph, low = batch_expert_loops(few.graph, few.autocast)
+        few = replace(few, graph=few_graph, autocast=low)
         repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
         graph = repeater.whole(names_of(model))
     except (CaptureError, NotAlike):
@@ -335,7 +335,9 @@ def _read(
     autocast = {names.get(v, v): dtype for v, dtype in reader.autocast.items()}
     asked = tuple(replace(v, name=names.get(v.name, v.name)) for v in reader.asked)
     aliases, trainable = aliases_of(model), _trainable(model, graph)
-    return Traced(graph, aliases, literals, trainable, autocast, asked=asked)
+    own_masks = has_own_masks(graph)
+    traced = Traced(graph, aliases, literals, trainable, autocast, asked=asked)
+    return replace(traced, own_masks=own_masks)
 
 
 def _trainable(model: nn.Module, graph: Graph) -> frozenset[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..capture.choices import Match, Part, Parts, extent
+from ..capture.choices import Match, Parts, extent
 from ..capture.rows import ADDING
 from ..capture.turn_values import TurnsDiffer
 from ..graph import Node, Value
@@ -34,22 +33,19 @@ class Accumulated:
 Rowwise: TypeAlias = Value | Places | Accumulated
 
 
-def places_of(indices: Sequence[Value], table: Mapping[str, Any]) -> tuple[Parts, int]:
-    """The parts of the choices along the dims that are indexed, by places or by a
-    mask; and how many dims these are."""
-    parts: list[Part] = []
-    count = 0
+def places_of(indices: Sequence[Value], table: Mapping[str, Any]) -> tuple[Parts, ...]:
+    """The parts of the choices along each of the dims that are indexed, by places or by
+    a mask."""
+    dims: list[Parts] = []
     for index in indices:
         own = table[index.name]
         if isinstance(own, Match):
-            parts += [part for dim in own.dims for part in dim]
-            count += len(own.dims)
+            dims += own.dims
         elif isinstance(own, Places):
-            parts += own.parts
-            count += 1
+            dims.append(own.parts)
         else:
             raise TurnsDiffer
-    return tuple(parts), count
+    return tuple(dims)
 
 
 def read_write(
@@ -75,14 +71,20 @@ def read_write(
             raise TurnsDiffer
         if len(index.shape) > 1 and index.shape != rows.shape:
             raise TurnsDiffer
-    parts, count = places_of(indices, table)
+    places = places_of(indices, table)
+    last = first + len(places)
     if dims.get(rows.name) != first or rows.dtype != whole.dtype:
         raise TurnsDiffer
-    if math.prod(whole.shape[first : first + count]) != extent(parts):
+    if whole.shape[first:last] != tuple(map(extent, places)):
         raise TurnsDiffer
-    if rows.shape[first + 1 :] != whole.shape[first + count :]:
+    if rows.shape[first + 1 :] != whole.shape[last:]:
         raise TurnsDiffer
-    return first, parts, table[rows.name], adds
+    return first, flat(places), table[rows.name], adds
+
+
+def flat(dims: Sequence[Parts]) -> Parts:
+    """The parts along dims, one behind the other."""
+    return tuple(part for own in dims for part in own)
 
 
 def contiguous(indices: Sequence[Value | None]) -> tuple[int, list[Value]]:
