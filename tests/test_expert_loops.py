@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from loops_of_experts import BATCHED, DIFFERING, REFUSED, one_weight, with_dropout
+from loops_of_experts import (
+    BATCHED,
+    DIFFERING,
+    REFUSED,
+    one_weight,
+    other_numbers,
+    with_dropout,
+)
 from losses_of_rows import of_all
 from models_of_rows import (
     EXPERTS,
@@ -66,6 +73,8 @@ def test_turns_that_differ_stay_as_they_are(add: Callable[..., Tensor]) -> None:
     one = case(of_all, add)
     traced = trace(one.model, one.batch)
     assert not traced.joined and "each turn of the loop" in traced.remarks[0]
+    if add is other_numbers:
+        assert "(turns differ: 'mul' at models_of_rows.py" in traced.remarks[0]
     one.verify("dp=2", 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,15 +174,20 @@ class ChosenRows:
         return self.builder.emit(op, (x, dim), shape, x.dtype, where)
 
 
-def remark_on_loops(graph: Graph, elsewhere: str) -> tuple[str, ...]:
+def remark_on_loops(
+    graph: Graph, elsewhere: str, differing: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Remarks on what computes all rows several times, such as each expert of a loop.
-    elsewhere: the one line that all of a loss function is said to be at."""
+    elsewhere: the one line that all of a loss function is said to be at. differing:
+    what stands in the way of one step for all turns."""
     turns = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
     lines = [at for at, times in turns.items() if times > 1 and at != elsewhere]
     if not lines:
         return ()
+    why = f" (turns differ: {', '.join(differing[:3])})" if differing else ""
     return (
         f"each turn of the loop at {', '.join(lines[:3])} computes all rows, of which "
-        "those that it does not choose count for nothing; where the weights of experts "
-        "are one parameter, w[chosen] in bmm or einsum computes the chosen alone",
+        f"those that it does not choose count for nothing{why}; experts of one kind, "
+        "each of which does the same with the rows that chose it, compute the chosen "
+        "alone",
     )

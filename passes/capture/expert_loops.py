@@ -24,7 +24,7 @@ from ..capture.choices import are_distinct, find_match, numbers_of
 from ..capture.rewrite import Rewriter
 from ..capture.rows import CHOOSES, is_accumulated
 from ..capture.turn_values import TurnsDiffer
-from ..graph import Graph, Node, Value
+from ..graph import Graph, Node, Value, short
 from ..ops.random import awaits_number
 
 DROPOUT = "aten.dropout"
@@ -38,24 +38,32 @@ class Loop:
     turns: dict[int, list[Node]] = field(default_factory=lambda: defaultdict(list))
 
 
-def batch_expert_loops(
-    graph: Graph, autocast: Mapping[str, torch.dtype]
-) -> tuple[Graph, Mapping[str, torch.dtype]]:
-    """The graph with one turn in place of all, for each loop that allows it.
+@dataclass(frozen=True)
+class Batched:
+    """autocast: value -> the dtype that products had where it was made. differing: of
+    loops that stay as they are, what their turns do otherwise, or what cannot be done
+    for all: an op, and the user's line."""
 
-    autocast: value -> the dtype that products had where it was made; comes back with
-    new values.
-    """
+    graph: Graph
+    autocast: Mapping[str, torch.dtype]
+    differing: tuple[str, ...] = ()
+
+
+def batch_expert_loops(graph: Graph, autocast: Mapping[str, torch.dtype]) -> Batched:
+    """The graph with one turn in place of all, for each loop that allows it."""
     if not any(node.op == CHOOSES for node in graph.nodes):
-        return graph, autocast
+        return Batched(graph, autocast)
     graph = prune(graph, awaits_number)
     loops = find_loops(graph)
+    differing: dict[str, None] = {}
     while loops:
         batching = _Batching(graph, autocast, loops)
         if not batching.differ:
-            return batching.graph, {**autocast, **batching.autocast}
+            dtypes = {**autocast, **batching.autocast}
+            return Batched(batching.graph, dtypes, tuple(differing))
+        differing.update(dict.fromkeys(batching.differ.values()))
         loops = [loop for loop in loops if loop.choices.name not in batching.differ]
-    return graph, autocast
+    return Batched(graph, autocast, tuple(differing))
 
 
 def find_loops(graph: Graph) -> list[Loop]:
@@ -107,7 +115,7 @@ class _Batching:
         loops: Sequence[Loop],
     ) -> None:
         self.before = autocast
-        self.differ: set[str] = set()  # names of choices
+        self.differ: dict[str, str] = {}  # the name of choices -> where
         self.autocast: dict[str, torch.dtype] = {}
         self.rewriter = Rewriter(graph, {})
         self.steps: dict[str, tuple[TurnBatch, int]] = {}
@@ -140,7 +148,8 @@ class _Batching:
         try:
             made = batch.emit(step)
         except TurnsDiffer:
-            self.differ.add(batch.choices.name)
+            where = f"'{short(node.op)}' at {node.location.source}"
+            self.differ[batch.choices.name] = where
             return None
         if (dtype := self.before.get(name)) is not None:
             new = (v for n in rewriter.builder.nodes[first:] for v in n.results)

@@ -76,9 +76,10 @@ def trace(
     traced = traced or _capture_either(wrapper, tensors, precision)
     traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
-    graph, low = batch_expert_loops(traced.graph, traced.autocast)
-    remarks = remark_on_loops(graph, _place_of(wrapper))
-    graph = keep_all_rows(graph, low.keys())
+    batched = batch_expert_loops(traced.graph, traced.autocast)
+    remarks = remark_on_loops(batched.graph, _place_of(wrapper), batched.differing)
+    low = batched.autocast
+    graph = keep_all_rows(batched.graph, low.keys())
     _refuse_sources(graph, names)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     trainable = traced.trainable
@@ -242,8 +243,8 @@ def _capture_repeats(
     try:
         with only_layers(model, repeats.path, repeats.kept):
             few = _capture(wrapper, tensors, precision)
-        few_graph, low = batch_expert_loops(few.graph, few.autocast)
-        few = replace(few, graph=few_graph, autocast=low)
+        batched = batch_expert_loops(few.graph, few.autocast)
+        few = replace(few, graph=batched.graph, autocast=batched.autocast)
         repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
         graph = repeater.whole(names_of(model))
     except (CaptureError, NotAlike):
