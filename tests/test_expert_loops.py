@@ -54,6 +54,13 @@ def test_loss_and_gradients_are_the_model_s(add, mesh, microbatches, options) ->
     case(of_all, add).verify(mesh, microbatches, **options)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-stream", "fp16"])
+def test_in_half_precision(precision: str) -> None:
+    one = case(of_all, in_place)
+    one.model.float()
+    one.verify("dp=2,ep=2", 1, precision=precision)
+
+
 @pytest.mark.parametrize("add", LOOPS)
 def test_all_experts_are_one_parameter(add: Callable[..., Tensor]) -> None:
     one = case(of_all, add)

@@ -39,7 +39,8 @@ def expert_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, expert: Tensor) -> 
     """
     if x.shape[1] == 1:
         place, inside = _place(expert, len(grad))
-        grad[..., 0].index_put_((place,), dy * x.where(inside, 0), accumulate=True)
+        rows = (dy * x.where(inside, 0)).to(grad.dtype)
+        grad[..., 0].index_put_((place,), rows, accumulate=True)
         return grad
     order, ends = _by_expert(expert, len(grad))
     dy, x = dy[order], x[order]
