@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from cases import Case
+from losses_of_rows import of_all
 from models import gpt2, llama, plain_gpt, switch_gpt
+from models_of_rows import case as experts
+from models_of_rows import in_place
 from processes import run_ranks
 from torch import Tensor
 
 import autopar
 from autopar.passes.errors import AutoparError, BatchError
 
-MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama, "switch": switch_gpt}
+MODELS: dict[str, Callable[..., Case]] = {
+    "plain": plain_gpt,
+    "gpt2": gpt2,
+    "llama": llama,
+    "switch": switch_gpt,
+    "loops": lambda layers: experts(of_all, *[in_place] * layers),
+}
 Trajectory = tuple[list[float], list[float], dict[str, Tensor]]
 STEPS, MOST = 4, 0.5  # the gradients' norm is above it, so clipping counts
 
 
 def build(model: str, dtype: torch.dtype = torch.float64) -> Case:
-    padded = {} if model in ("plain", "switch") else {"padded": True}
+    padded = {"padded": True} if model in ("gpt2", "llama") else {}
     case = MODELS[model](layers=2, **padded)
     return case.double() if dtype == torch.float64 else case
 
@@ -43,7 +52,8 @@ def train_plainly(model: str, dtype: torch.dtype = torch.float64) -> Trajectory:
     update, losses, norms = optimizer(parameters), [], []
     for batch in batches(case):
         out = case.model(**batch)
-        loss = out[1] if case.loss_fn is None else case.loss_fn(out, batch)
+        returned = out if isinstance(out, Tensor) else out[1]
+        loss = returned if case.loss_fn is None else case.loss_fn(out, batch)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, MOST)))
         update.step()
@@ -100,6 +110,12 @@ def world(mesh: str) -> int:
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "zero"), MESHES)
 def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
     check_trajectory(model, mesh, microbatches, {"zero": zero})
+
+
+@pytest.mark.slow
+def test_experts_of_loops_follow_one_device():
+    """Each is a parameter on one rank alone."""
+    check_trajectory("loops", "ep=2", 2, {"zero": 1})
 
 
 @pytest.mark.matrix(quick=0, daily=2)
