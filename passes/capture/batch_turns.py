@@ -140,8 +140,12 @@ class TurnBatch:
         """The value of each row's number: [rows, ...]."""
         name = x.value.name
         if name not in self._looked_up:
-            index = "aten.index.Tensor", x.value, (self.expert,)
-            self._looked_up[name] = self.rewriter.emit(*index)
+            emit, expert = self.rewriter.emit, self.expert
+            self._looked_up[name] = (
+                emit("aten.embedding.default", x.value, expert)
+                if len(x.value.shape) == 2
+                else emit("aten.index.Tensor", x.value, (expert,))
+            )
         return self._looked_up[name]
 
     # --- what is done to rows ------------------------------------------------------

@@ -90,10 +90,9 @@ def looked_up_bias(rewriter: Rewriter, node: Node) -> Value | None:
         return None
     for y, b in (node.operands, node.operands[::-1]):
         product = rewriter.producer(_unseen(rewriter, y), "autopar.expert_linear")
-        lookup = rewriter.producer(_unseen(rewriter, b), "aten.index")
-        if product is None or lookup is None or len(lookup.arg("indices")) != 1:
+        bias, expert = _looked_up_rows(rewriter, _unseen(rewriter, b))
+        if product is None or bias is None:
             continue
-        bias, (expert,) = lookup.named("self indices")
         of = product.arg("expert")
         if expert is None or expert.dtype != torch.int64 or len(bias.shape) != 2:
             continue
@@ -114,6 +113,20 @@ def looked_up_bias(rewriter: Rewriter, node: Node) -> Value | None:
         y = rewriter.emit("aten.add.Tensor", product.out, added)
         return rewriter.reshape(y, node.out.shape)
     return None
+
+
+def _looked_up_rows(
+    rewriter: Rewriter, x: Value
+) -> tuple[Value, Value] | tuple[None, None]:
+    """A table and the rows of it that are looked up, `table[rows]`; None of others."""
+    if (node := rewriter.producer(x, "aten.embedding")) is not None:
+        plain = node.arg("padding_idx") < 0
+        return (node.arg("weight"), node.arg("indices")) if plain else (None, None)
+    node = rewriter.producer(x, "aten.index")
+    if node is None or len(node.arg("indices")) != 1:
+        return None, None
+    table, (rows,) = node.named("self indices")
+    return table, rows
 
 
 def _unseen(rewriter: Rewriter, x: Value) -> Value:
