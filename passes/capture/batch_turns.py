@@ -34,8 +34,6 @@ from ..graph import Graph, Node, Value
 from ..ops.op import op_of
 from ..ops.rules import is_pointwise
 
-NORMS = ("aten.layer_norm", "aten.rms_norm")
-
 
 class TurnBatch:
     """turns: what each number does with its rows, in order. What is made of rows has
@@ -169,7 +167,7 @@ class TurnBatch:
             return self._added(node, table), dim
         if isinstance(product := self._product(node, table), Value):
             return product, dim
-        if node.name in NORMS:
+        if node.arg("normalized_shape") is not None:
             return self._norm(node, table), dim
         return self._same(node, table, dim), dim
 

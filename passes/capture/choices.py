@@ -24,7 +24,6 @@ from ..ops.rules import equation
 Part = tuple[int, int]  # stride and extent, in elements of the choices
 Parts = tuple[Part, ...]  # the outermost first
 NUMBERS = -1  # the stride of the dim of a mask that has one for each number
-LARGEST = ("aten.argmax", "aten.max")
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 
 
@@ -62,7 +61,7 @@ def find_match(v: Value, made: Mapping[str, Node]) -> Match | None:
         return None
     if kind.elements in KEPT or _is_not_zero(node):
         return known
-    if node.name in ("aten.any", "aten.sum", "aten.amax"):
+    if node.name == "aten.any" or node.name in ("aten.sum", "aten.amax"):
         return _any(known, node)
     if kind.view in ("shape", "order"):
         after = seen(node, known.dims)
@@ -100,7 +99,8 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
         return None
     x, kind = node.operands[0], op_of(node)
     is_index = not choices.dtype.is_floating_point and x.dtype.is_floating_point
-    if is_index and (kind.rule is topmost or node.name in LARGEST):
+    largest = kind.rule is topmost or node.name in ("aten.argmax", "aten.max")
+    if is_index and largest:
         dim = node.arg("dim")
         return None if dim is None or not x.shape else x.shape[dim]
     if kind.elements in KEPT or kind.view in ("shape", "order", "part"):

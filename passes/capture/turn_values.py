@@ -19,8 +19,8 @@ from ..graph import Graph, Node, Value, map_values
 from ..ops.op import op_of
 from ..ops.random import awaits_number
 from ..ops.reductions import dims_of
+from ..ops.rules import equation
 
-TURNED = ("aten.t", "aten.numpy_T", "aten.transpose", "aten.permute")
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 HOLE = Value("", (), torch.bool)  # any operand
 
@@ -151,9 +151,12 @@ class TurnValues:
 
     def _of_stacked(self, node: Node, x: Value) -> Value:
         """What a node makes of each turn's value."""
-        emit, rank = self.rewriter.emit, len(x.shape)
-        if node.name in TURNED and rank == 3 and node.out.shape == x.shape[:0:-1]:
-            return emit("aten.transpose.int", x, 1, 2)
+        emit = self.rewriter.emit
+        if op_of(node).view == "order" and (rule := equation(node)) is not None:
+            order = [rule.operands[0].index(letters) for letters in rule.outs[0]]
+            if order == [1, 0]:
+                return self.rewriter.transpose(x, 1, 2)
+            return emit("aten.permute.default", x, (0, *(1 + d for d in order)))
         if op_of(node).elements == "cast":
             return emit("aten.to.dtype", x, node.out.dtype)
         if op_of(node).elements == "same":
