@@ -253,9 +253,6 @@ def test_what_a_graph_cannot_have_is_named_with_its_line(what, capfd):
 @pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("what", FIXED)
 def test_as_the_fixes_have_it_models_compile(what):
-    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-    if old and what in ("lstm", "one by one"):
-        pytest.skip("torch up to 2.12 tells wrong shapes of an LSTM's states")
     case = between(FIXED, what)
     for mesh, microbatches in (("dp=2", 2), ("pp=2,tp=2", 2)):
         case.verify(mesh, microbatches)

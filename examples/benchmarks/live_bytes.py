@@ -72,6 +72,8 @@ class LiveBytes(TorchDispatchMode):
         """Count the tensor's storage, and its gradient's, unless they are known."""
         if is_traceable_wrapper_subclass(tensor) or tensor.is_sparse:
             return  # its parts are tensors of their own
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return  # of a torch.vmap that is over
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" or storage.nbytes() == 0:
             return

@@ -15,6 +15,7 @@ from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import rows_listed
+from ..capture.lstm_states import lstm_states_shaped
 from ..capture.unseen import Unseen
 from ..capture.values_read import capture_failed, reads_values
 from ..errors import CaptureError
@@ -64,6 +65,7 @@ class LossModule(nn.Module):
             self.functions.reading(),
             self.compiling.answers(),
             flex_as_attention(),
+            lstm_states_shaped(),
         ):
             fields = {**batch, **self.static}
             try:
