@@ -15,6 +15,7 @@ from loops_of_experts import (
     with_dropout,
 )
 from losses_of_rows import of_all
+from models import VOCAB
 from models_of_rows import (
     EXPERTS,
     WIDTH,
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
+from autopar.training.feed import vocab_of
 
 LOOPS = (
     in_place, one_hot, copies, of_samples, scattered, of_a_view, listed, if_any,
@@ -110,3 +112,9 @@ def test_a_weight_of_two_experts_stays_one() -> None:
         f"layers.0.experts[0:3].3.{kind}" for kind in ("weight", "bias")
     }
     one.verify("ep=2", 1)
+
+
+def test_what_experts_have_a_vector_of_is_no_vocabulary() -> None:
+    program = case(of_all, in_place).compile("ep=2", 1)
+    norms = program.tensors["layers.0.experts[0:3].0.weight"]
+    assert "vocab" not in norms.pattern and vocab_of(program) == VOCAB

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..atoms import Atoms
 from ..dims.origins import Origin
 from ..graph import Graph, Node, Value
+from ..ops.op import is_view
 from ..ops.rules import equation
 
 
@@ -45,6 +47,10 @@ class _Names:
     origins: Mapping[str, Origin]
     names: dict[int, str] = field(default_factory=dict)
 
+    @cached_property
+    def made(self) -> Mapping[str, Node]:
+        return self.graph.producers()
+
     def give(self, value: Value, dim: int, *names: str) -> None:
         """Name the factors of a tensor dim; the first name that a factor gets stays."""
         if not -len(value.shape) <= dim < len(value.shape):
@@ -74,6 +80,8 @@ class _Names:
             self.decomposed_attention(node)
         for node in by_op.get("aten.embedding", []):
             table, ids = node.operands
+            if self.is_chosen(ids):  # as a vector of each expert
+                continue
             from_data = self.origins[ids.name] is not Origin.CONSTANT
             self.give(table, 0, "vocab" if from_data else "positions")
             self.give(table, 1, "embed")
@@ -97,6 +105,15 @@ class _Names:
             count = len(node.outs)
             self.give(node.operands[0], node.arg("dim"), str(count))
         return self
+
+    def is_chosen(self, ids: Value) -> bool:
+        """Whether integers are found among real numbers, as experts by their scores."""
+        node = self.made.get(ids.name)
+        while node is not None and is_view(node):
+            node = self.made.get(node.operands[0].name)
+        return node is not None and any(
+            v.dtype.is_floating_point for v in node.operands
+        )
 
     def inputs(self) -> None:
         """The batch is the first dim of most fields; positions [seq] or a mask
