@@ -77,6 +77,26 @@ def with_dropout(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def of_new(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """What each expert makes is added as a whole."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        new = torch.zeros_like(x)
+        new[row] = expert(x[row]) * weight[row, place, None]
+        y = y + new
+    return y
+
+
+def of_new_sums(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = x * 2
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        mine = expert(x[row]) * weight[row, place, None]
+        y = torch.zeros_like(x).index_add(0, row, mine) + y
+    return y
+
+
 def by_slots(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """Which of a token's choices it is is looked up, as in LLMs-from-scratch."""
     y = torch.zeros_like(x)
@@ -101,7 +121,7 @@ def by_numbers(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 BATCHED = (
     by_column, of_scores, of_one, of_samples_and_places, of_products, backwards,
-    by_slots, by_numbers,
+    by_slots, by_numbers, of_new, of_new_sums,
 )  # fmt: skip
 
 
@@ -187,17 +207,6 @@ def onto_few_places(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor
     return x + y.sum(0)
 
 
-def of_new(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """What each expert makes is added as a whole."""
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        row, place = torch.where(chosen == e)
-        new = torch.zeros_like(x)
-        new[row] = expert(x[row]) * weight[row, place, None]
-        y = y + new
-    return y
-
-
 def one_weight(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """The first product of one expert serves another one too."""
     y = torch.zeros_like(x)
@@ -210,7 +219,7 @@ def one_weight(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 DIFFERING = (
     other_work, other_numbers, not_all, the_next_expert, onto_before, the_last_counts,
-    shown_between, of_new,
+    shown_between,
 )  # fmt: skip
 
 REFUSED = (in_another_order, onto_few_places)

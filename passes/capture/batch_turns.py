@@ -17,6 +17,7 @@ from ..capture.choices import (
     find_match,
     joined,
 )
+from ..capture.compare_readings import ZEROS
 from ..capture.join_weights import spanning
 from ..capture.rewrite import Rewriter
 from ..capture.rows import CHOOSES, Rows, along, is_accumulated
@@ -383,6 +384,6 @@ class TurnBatch:
         made = self.layout.gather(rows, first, parts)
         made = self.rewriter.reshape(made, node.out.shape)
         start = self.values.now(wholes[self.order[0]])
-        if not adds or self.rewriter.producer(start, "aten.zeros", "aten.zeros_like"):
+        if not adds or self.rewriter.producer(start, *ZEROS):
             return made
         return self.rewriter.emit("aten.add.Tensor", start, made)

@@ -18,16 +18,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..builder import prune
 from ..capture.batch_turns import TurnBatch
 from ..capture.choices import are_distinct, find_match, numbers_of
+from ..capture.compare_readings import ZEROS
 from ..capture.rewrite import Rewriter
-from ..capture.rows import CHOOSES, is_accumulated
+from ..capture.rows import ADDING, CHOOSES, SETTING, is_accumulated
 from ..capture.turn_values import TurnsDiffer
 from ..graph import Graph, Node, Value, short
 from ..ops.random import awaits_number
 
 DROPOUT = "aten.dropout"
+CHOOSES_ROWS = CHOOSES.removesuffix(".default")
 
 
 @dataclass
@@ -53,7 +54,7 @@ def batch_expert_loops(graph: Graph, autocast: Mapping[str, torch.dtype]) -> Bat
     """The graph with one turn in place of all, for each loop that allows it."""
     if not any(node.op == CHOOSES for node in graph.nodes):
         return Batched(graph, autocast)
-    graph = prune(graph, awaits_number)
+    graph = Rewriter(graph, {}).run({"aten.add": _add_where_written})
     loops = find_loops(graph)
     differing: dict[str, None] = {}
     while loops:
@@ -64,6 +65,28 @@ def batch_expert_loops(graph: Graph, autocast: Mapping[str, torch.dtype]) -> Bat
         differing.update(dict.fromkeys(batching.differ.values()))
         loops = [loop for loop in loops if loop.choices.name not in batching.differ]
     return Batched(graph, autocast, tuple(differing))
+
+
+def _add_where_written(rewriter: Rewriter, node: Node) -> Value | None:
+    """`y + new`, of rows that were written into zeros: they are added to y."""
+    if len(node.operands) != 2 or node.arg("alpha") not in (None, 1):
+        return None
+    for y, new in (node.operands, node.operands[::-1]):
+        write = rewriter.producer(new, *SETTING, *ADDING)
+        alike = y.shape == new.shape == node.out.shape and y.dtype == new.dtype
+        if write is None or not alike or not rewriter.is_read_once(new):
+            continue
+        if not rewriter.producer(write.operands[0], *ZEROS):
+            continue
+        if write.name in ADDING:
+            return rewriter.again(write, self=y)
+        if write.name == "aten.index_put" and all(
+            i.dtype == torch.bool or rewriter.producer(i, CHOOSES_ROWS)
+            for i in write.arg("indices")
+            if i is not None
+        ):  # each of which is another row
+            return rewriter.again(write, self=y, accumulate=True)
+    return None
 
 
 def find_loops(graph: Graph) -> list[Loop]:
