@@ -205,6 +205,15 @@ OPS = (
         topmost,
         "default(x(a, b, c), 0)",
     ),
+    *(
+        Op(
+            f"aten.{name}",
+            "self dim keepdim",
+            reduced("!"),
+            "default(x(a, b, c), -1); default(x(a, b, c), 0, True)",
+        )
+        for name in ("argmax", "argmin")
+    ),
     Op(
         "aten.max",
         "self other dim keepdim",
