@@ -33,6 +33,7 @@ from torch import Tensor
 
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
+from autopar.runtime.agreement.updates import Updates
 from autopar.training.feed import vocab_of
 
 LOOPS = (
@@ -103,6 +104,14 @@ def test_dropout_of_rows_goes_by_the_row(mesh: str) -> None:
     assert program.joined and program.own_masks and program.has_dropout
     assert program.proof is not None and program.proof.model.by
     one.verify(mesh, 1)
+
+
+@pytest.mark.parametrize(("mesh", "apart"), [("ep=2", True), ("tp=2", False)])
+def test_optimizers_are_told_whether_ranks_have_the_same(mesh, apart) -> None:
+    """One that moves tensors between ranks by itself would wait for ever."""
+    program = case(of_all, in_place).compile(mesh, 1)
+    updates = Updates(program, {}, {}, {}, program.mesh.coords(0))
+    assert updates.apart is apart
 
 
 def test_a_weight_of_two_experts_stays_one() -> None:

@@ -58,8 +58,13 @@ class Updates:
         self._part = ", ".join(f"{coords[a]} of {a}={n}" for a, n in parts)
         self._specs = program.parameters
         self._cut = {name for name in program.parameters if is_cut(program, name)}
-        self.pipelined = program.mesh.pipeline_ranks > 1
-        self.partial = self.pipelined or any(
+        mesh, rows = program.mesh, (spec.row for spec in specs if spec.row)
+        experts = {a for row in rows for axes in row.slots for a in axes}
+        # Whether some ranks have parameters that others have not.
+        self.apart = mesh.pipeline_ranks > 1 or any(
+            mesh.axis_size(axis) > 1 for axis in experts
+        )
+        self.partial = self.apart or any(
             program.mesh.axis_size(axis) > 1
             for spec in program.parameters.values()
             for axis in spec.split_axes
@@ -177,7 +182,7 @@ class Updates:
             "that leaves parameters whole: dp, without zero"
         )
         mine = [self.parameters[n] for n in cut or names]
-        apart = self.pipelined or (cut and optimizer not in self.whole)
+        apart = self.apart or (cut and optimizer not in self.whole)
         moves = False
         try:
             moves = exchanges(optimizer, mine)
