@@ -207,6 +207,16 @@ def onto_few_places(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor
     return x + y.sum(0)
 
 
+def one_beside_the_last(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Two parameters of a step are one in the last turn."""
+    y, gains = torch.zeros_like(x), [expert[0].weight for expert in m.experts]
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        own = expert(x[row]) * weight[row, place, None]
+        y[row] += torch.where(own > 0, gains[e], gains[-1])
+    return y
+
+
 def one_weight(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """The first product of one expert serves another one too."""
     y = torch.zeros_like(x)
@@ -219,7 +229,7 @@ def one_weight(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 DIFFERING = (
     other_work, other_numbers, not_all, the_next_expert, onto_before, the_last_counts,
-    shown_between,
+    shown_between, one_beside_the_last,
 )  # fmt: skip
 
 REFUSED = (in_another_order, onto_few_places)
