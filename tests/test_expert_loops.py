@@ -127,3 +127,17 @@ def test_what_experts_have_a_vector_of_is_no_vocabulary() -> None:
     program = case(of_all, in_place).compile("ep=2", 1)
     norms = program.tensors["layers.0.experts[0:3].0.weight"]
     assert "vocab" not in norms.pattern and vocab_of(program) == VOCAB
+
+
+def test_plans_name_products_and_weights_of_all_experts() -> None:
+    one = case(of_all, in_place)
+    name = "layers.0.experts[0:3].1:autopar.expert_linear"
+    for weight in ("layers.0.experts[0:3].1.weight", "layers.*.experts.*.1.weight"):
+        program = one.compile(
+            "tp=2",
+            1,
+            op_shardings={"tp": {name: "ffn"}},
+            hints={weight: "ffn/tp"},
+        )
+        weights = program.tensors["layers.0.experts[0:3].1.weight"]
+        assert weights.pattern == "experts ffn/tp embed"

@@ -70,7 +70,12 @@ def read_hints(named: Named, plan: Plan) -> Pins:
                 f"hint {hint} names axis '{axis}', which mesh '{plan.mesh}' lacks",
                 fix=f"use one of {', '.join(dict(plan.mesh.axes))}",
             )
-        matches = [v for v in named.graph.params if fnmatchcase(v.name, wanted)]
+        matches = [
+            v
+            for v in named.graph.params
+            for names in [(v.name, *named.traced.joined.get(v.name, ()))]
+            if wanted in names or any(fnmatchcase(n, wanted) for n in names)
+        ]
         if not matches:
             raise HintError(
                 f"hint {hint} matches no parameter",

@@ -36,7 +36,7 @@ class OpName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> OpName:
-        module, _, op = text.partition(":")
+        module, _, op = text.rpartition(":")  # a module may be `experts[0:8]`
         return cls(module, op)
 
     def __str__(self) -> str:
