@@ -77,6 +77,19 @@ def with_dropout(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def of_halves(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """With gates, halves of one product."""
+    y, hot = torch.zeros_like(x), F.one_hot(chosen, len(m.experts))
+    for e, (_, up, _, down) in enumerate(m.experts):
+        mask = hot[..., e] == 1
+        share = torch.where(mask, weight, 0.0).sum(-1)
+        row = mask.any(-1)
+        gate, h = up(x[row]).chunk(2, -1)
+        h = F.pad(F.silu(gate) * h, (0, 24))
+        y[row] += down(h) * share[row][:, None]
+    return y
+
+
 def of_new(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """What each expert makes is added as a whole."""
     y = torch.zeros_like(x)
@@ -121,7 +134,7 @@ def by_numbers(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 BATCHED = (
     by_column, of_scores, of_one, of_samples_and_places, of_products, backwards,
-    by_slots, by_numbers, of_new, of_new_sums,
+    by_slots, by_numbers, of_new, of_new_sums, of_halves,
 )  # fmt: skip
 
 

@@ -89,10 +89,11 @@ class TurnBatch:
         self._order(table)
         if is_accumulated(node, self.dims):
             return self._accumulate(node, nodes, table)
-        made, dim = self._rowwise(node, table)
-        (out,) = node.results
-        self.rows[out.name], self.dims[out.name] = made, dim
-        self.orders[out.name] = self._order(table)
+        pieces, dim = self._rowwise(node, table)
+        for out, made in zip(node.outs, pieces, strict=True):
+            if out is not None:
+                self.rows[out.name], self.dims[out.name] = made, dim
+                self.orders[out.name] = self._order(table)
         return None
 
     def operand(self, values: Sequence[Value]) -> Any:
@@ -150,10 +151,18 @@ class TurnBatch:
 
     # --- what is done to rows ------------------------------------------------------
 
-    def _rowwise(self, node: Node, table: dict[str, Any]) -> tuple[Rowwise, int]:
+    def _rowwise(self, node: Node, table: dict[str, Any]) -> tuple[Sequence[Any], int]:
         """What a node makes of rows, and the dim that goes along them."""
-        if len(node.results) != 1:
-            raise TurnsDiffer
+        if len(node.outs) > 1:
+            dim = along(node, self._rows_of)
+            if dim is None:
+                raise TurnsDiffer
+            return self._same(node, table, dim), dim
+        made, dim = self._one(node, table)
+        return (made,), dim
+
+    def _one(self, node: Node, table: dict[str, Any]) -> tuple[Rowwise, int]:
+        """The same of a node with one result."""
         if node.name in ("aten.index", "aten.index_select"):
             return self._index(node, table)
         dim = along(node, self._rows_of)
@@ -171,7 +180,7 @@ class TurnBatch:
             return product, dim
         if node.arg("normalized_shape") is not None:
             return self._norm(node, table), dim
-        return self._same(node, table, dim), dim
+        return self._same(node, table, dim)[0], dim
 
     def _rows_of(self, v: Value) -> Rows | None:
         dim = self.dims.get(v.name)
@@ -295,7 +304,7 @@ class TurnBatch:
         names = [n for n in ("weight", "bias") if isinstance(node.arg(n), Value)]
         x = node.operands[0]
         plain = node.with_args(**dict.fromkeys(names))
-        y = self._same(plain, {x.name: table[x.name]}, self.dims[x.name])
+        (y,) = self._same(plain, {x.name: table[x.name]}, self.dims[x.name])
         for name in names:
             own = self._row(table[node.arg(name).name], y)
             op = "aten.mul.Tensor" if name == "weight" else "aten.add.Tensor"
@@ -312,33 +321,32 @@ class TurnBatch:
                 return replace(y, added=v)
         raise TurnsDiffer
 
-    def _same(self, node: Node, table: dict[str, Any], dim: int) -> Value:
-        """The node on all rows."""
+    def _same(self, node: Node, table: dict[str, Any], dim: int) -> tuple[Any, ...]:
+        """The node on all rows: its results."""
         now: dict[str, Value] = {}
         for v in node.operands:
             x = table[v.name]
             if isinstance(x, Places):
                 x = self._counted(x, v, self.dims[v.name])
             if isinstance(x, Stacked) and is_pointwise(node):
-                rank = len(node.out.shape) - dim
-                like = replace(node.out, shape=self._shape(node.out, dim)[-rank:])
+                out = node.results[0]
+                rank = len(out.shape) - dim
+                like = replace(out, shape=self._shape(out, dim)[-rank:])
                 if len(v.shape) >= rank:
                     raise TurnsDiffer
                 x = self._row(x, like)
             if not isinstance(x, Value):
                 raise TurnsDiffer
             now[v.name] = x
-        shape = self._shape(node.out, dim)
         if op_of(node).view == "shape":
-            return self.rewriter.reshape(now[node.operands[0].name], shape)
+            x, shape = now[node.operands[0].name], self._shape(node.out, dim)
+            return (self.rewriter.reshape(x, shape),)
+        outs = tuple(v and replace(v, shape=self._shape(v, dim)) for v in node.outs)
         made = node.substitute(lambda v: now[v.name])
-        made = replace(made, outs=(replace(node.out, shape=shape),))
-        made = replace(made, location=self.rewriter.where)
+        made = replace(made, outs=outs, location=self.rewriter.where)
         if (sizes := op_of(node).sizes) is not None:
             made = sizes(made)
-        (out,) = self.rewriter.keep(made)
-        assert out is not None
-        return out
+        return self.rewriter.keep(made)
 
     # --- what rows are written to --------------------------------------------------
 

@@ -52,7 +52,7 @@ def find_match(v: Value, made: Mapping[str, Node]) -> Match | None:
         return None
     x, kind = node.operands[0], op_of(node)
     if node.name == "aten.eq":
-        return _compared(node, made) or _is_one(node, made)
+        return _is_one(node, made) or _compared(node, made)
     if node.name == "aten.one_hot":
         choices, dims = find_choices(x, made)
         return Match(choices, (*dims, ((NUMBERS, v.shape[-1]),)))

@@ -110,6 +110,8 @@ class TurnValues:
             return Stacked(self._of_stacked(last, x.value))
         if last.name == "aten.mul" and len(operands) == 2:
             return self._weighed(last, operands)
+        if last.name == "aten.where" and last.args[2:] == (0,):
+            return self._weighed(last, operands[::-1])
         if len(operands) == 1 and isinstance(x := operands[0], Weighed):
             return self._of_weighed(last, x)
         raise TurnsDiffer
