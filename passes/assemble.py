@@ -65,6 +65,7 @@ def assemble(
         outputs=_outputs(staged),
         metrics=traced.metrics,
         known=traced.known,
+        own_masks=traced.own_masks,
         joined={
             part.source: traced.joined[part.source]
             for part in map(traced.part, graph.params)

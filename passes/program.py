@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from .capture.input_ranges import InputRange
-from .capture.rows import OWN_MASKS
 from .mesh import PIPELINE, Mesh
 from .part import Part, part_name
 from .plan import Plan
@@ -164,6 +163,8 @@ class Program:
     outputs: what comes back beside the loss, by name; metrics: how many of these, the
     first, are scalars that every step tells. known: buffers of which the model asked
     what is in them, as whether any of it is set -> the digest of what was.
+    own_masks: whether dropout leaves out other elements than where the model runs by
+    itself.
     """
 
     plan: Plan
@@ -187,6 +188,7 @@ class Program:
     metrics: int = 0
     known: Mapping[str, int] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    own_masks: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -245,12 +247,6 @@ class Program:
     def has_dropout(self) -> bool:
         """Whether a step has dropout that `evaluate` leaves out."""
         return any("c.dropout_counters(" in text for text in self.modules.values())
-
-    @property
-    def own_masks(self) -> bool:
-        """Whether dropout leaves out other elements than where the model runs by
-        itself."""
-        return OWN_MASKS in self.remarks
 
     @property
     def draw(self) -> str:
@@ -338,6 +334,7 @@ class Program:
             "outputs": {k: asdict(v) for k, v in self.outputs.items()},
             "metrics": self.metrics,
             "known": dict(self.known),
+            "own_masks": self.own_masks,
         }
         return json.dumps(data, indent=1) + "\n"
 

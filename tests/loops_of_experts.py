@@ -132,6 +132,15 @@ def by_numbers(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def by_name(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Experts of a ModuleDict."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts.values()):
+        row, place = torch.where(chosen == e)
+        y[row] += expert(x[row]) * weight[row, place, None]
+    return y
+
+
 BATCHED = (
     by_column, of_scores, of_one, of_samples_and_places, of_products, backwards,
     by_slots, by_numbers, of_new, of_new_sums, of_halves,
@@ -240,9 +249,31 @@ def one_weight(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def of_columns(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Places as columns [rows, 1] choose rows [rows, 1, width]."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        own = expert(x[row[:, None]]).sum(1)
+        y[row] += own * weight[row, place, None]
+    return y
+
+
+def by_token(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Samples write to the same tokens, of which the last one stays."""
+    samples, chosen, weight = (t.unflatten(0, (4, -1)) for t in (x, chosen, weight))
+    y = torch.zeros_like(samples[0])
+    for e, expert in enumerate(m.experts):
+        b, t, place = torch.where(chosen == e)
+        new = torch.zeros_like(y)
+        new[t] = expert(samples[b, t]) * weight[b, t, place, None]
+        y = y + new
+    return x + y.repeat(4, 1)
+
+
 DIFFERING = (
     other_work, other_numbers, not_all, the_next_expert, onto_before, the_last_counts,
     shown_between, one_beside_the_last,
 )  # fmt: skip
 
-REFUSED = (in_another_order, onto_few_places)
+REFUSED = (in_another_order, onto_few_places, by_token, of_columns)

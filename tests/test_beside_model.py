@@ -191,32 +191,26 @@ def test_a_forward_that_takes_one_dtype_says_so() -> None:
     assert not made.by and "only float32" in str(made)
 
 
+class Doubled(torch.autograd.Function):
+    """tanh, with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2.0 * g
+
+
 def test_a_derivative_of_its_own_is_compared_by_numbers() -> None:
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.tanh()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return 2.0 * g
-
     made = beside(Net(Doubled.apply), batch(), 2 * LITTLE)
     assert made.by == NUMBERS and made.error < 1e-12
 
 
 def test_of_what_has_no_calls_to_compare_the_difference_is_told() -> None:
-    class Tanh(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.tanh()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return 2.0 * g
-
     def liar(x: Tensor) -> Tensor:
-        return Tanh.apply(x) * (1.0 if is_plain(x) else 3.0)
+        return Doubled.apply(x) * (1.0 if is_plain(x) else 3.0)
 
     with pytest.raises(VerificationFailed, match="than eagerly"):
         beside(Net(liar), batch(), 1)

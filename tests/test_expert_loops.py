@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from loops_of_experts import (
     BATCHED,
     DIFFERING,
     REFUSED,
+    by_name,
     one_weight,
     other_numbers,
     with_dropout,
@@ -29,10 +31,13 @@ from models_of_rows import (
     one_hot,
     scattered,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
+from autopar.passes.builder import Builder
+from autopar.passes.capture.choices import Match, find_match
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
+from autopar.passes.graph import Location
 from autopar.runtime.agreement.updates import Updates
 from autopar.training.feed import vocab_of
 
@@ -121,6 +126,29 @@ def test_a_weight_of_two_experts_stays_one() -> None:
         f"layers.0.experts[0:3].3.{kind}" for kind in ("weight", "bias")
     }
     one.verify("ep=2", 1)
+
+
+def test_experts_with_names_are_in_their_layer() -> None:
+    one = case(of_all, by_name)
+    layer = one.model.layers[0]
+    layer.experts = nn.ModuleDict(
+        zip(("of_a", "of_b", "of_c"), layer.experts, strict=True)
+    )
+    traced = trace(one.model, one.batch)
+    products = {n.location.module for n in traced.graph.nodes if n.name == "aten.bmm"}
+    assert traced.joined and products == {"layers.0.experts"}
+    one.verify("ep=2", 1)
+
+
+def test_a_mask_is_sought_no_further_than_masks_are_made() -> None:
+    """Not through all of the model, which may be deeper than calls can be."""
+    builder = Builder(set())
+    x = builder.value("x", (4,), torch.int64)
+    for _ in range(3000):
+        x = builder.emit("aten.add.Tensor", (x, 1), x.shape, x.dtype, Location())
+    mask = builder.emit("aten.eq.Scalar", (x, 1), x.shape, torch.bool, Location())
+    made = {node.out.name: node for node in builder.nodes}
+    assert find_match(mask, made) == Match(x, (((1, 4),),), 1)
 
 
 def test_what_experts_have_a_vector_of_is_no_vocabulary() -> None:

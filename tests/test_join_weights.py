@@ -10,7 +10,7 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.capture.join_weights import spanning
+from autopar.passes.capture.join_weights import enclosing, spanning
 from autopar.passes.capture.trace import trace
 
 COUNT = 4
@@ -90,9 +90,14 @@ def test_what_is_read_elsewhere_too_stays_apart() -> None:
     def both(m: Stacks, x: Tensor, gate: Tensor) -> Tensor:
         return all_experts(m, x, gate) + m.layers[0].linear(x)
 
-    one, frozen = build(both), build(all_experts)
+    def beside(m: Stacks, x: Tensor, gate: Tensor) -> Tensor:
+        """Stacked along another dim too."""
+        turned = torch.stack([layer.linear.weight for layer in m.layers], dim=1)
+        return all_experts(m, x, gate) + torch.einsum("bsd,deh->bsh", x, turned)
+
+    one, other, frozen = build(both), build(beside), build(all_experts)
     frozen.model.layers[1].linear.weight.requires_grad_(False)
-    for case in (one, frozen):
+    for case in (one, other, frozen):
         assert not trace(case.model, case.batch).joined
         case.verify("tp=2", 1)
 
@@ -111,3 +116,16 @@ def test_what_is_read_elsewhere_too_stays_apart() -> None:
 )
 def test_names_span_numbers(names: list[str], joined: str | None) -> None:
     assert spanning(names) == joined
+
+
+@pytest.mark.parametrize(
+    ("paths", "around"),
+    [
+        (["l.0.e.0.w", "l.0.e.1.w"], "l.0.e[0:2].w"),
+        (["l.0.e.a.w", "l.0.e.b.w"], "l.0.e"),
+        (["l.0.e.w", "l.0"], "l.0"),
+        (["a", "b"], ""),
+    ],
+)
+def test_what_paths_are_all_in(paths: list[str], around: str) -> None:
+    assert enclosing(paths) == around

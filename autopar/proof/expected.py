@@ -183,12 +183,7 @@ def _expect(
     try:
         with _Seen() as seen:
             want = reference_step(
-                model,
-                batch,
-                subject.loss_fn,
-                drawing,
-                precision,
-                routers,
+                model, batch, subject.loss_fn, drawing, precision, routers
             )
     except (AssertionError, IndexError, RuntimeError, ValueError):
         if not drawn:

@@ -98,9 +98,9 @@ def make_small(
     made = compile_program(small, own, even=False)
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
     with torch.no_grad():
-        held_like = captured.stacked(like).items()
-        like = {k: shrinker.tensor(k, x).cpu() for k, x in held_like if k in held}
-        like = small.apart(like)
+        real = captured.stacked(like).items()
+        less = {k: shrinker.tensor(k, x).cpu() for k, x in real if k in held}
+        like = small.apart(less)
     factors = {v.name: extents.factors[v.name] for v in small.graph.params}
     positions = extents.positions(sizes) | {
         (prod(product), prod(sizes[n] for n in product))

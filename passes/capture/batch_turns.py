@@ -18,7 +18,7 @@ from ..capture.choices import (
     joined,
 )
 from ..capture.compare_readings import ZEROS
-from ..capture.join_weights import spanning
+from ..capture.join_weights import enclosing
 from ..capture.rewrite import Rewriter
 from ..capture.rows import CHOOSES, Rows, along, is_accumulated
 from ..capture.turn_values import Stacked, TurnsDiffer, TurnValues, Weighed
@@ -77,7 +77,7 @@ class TurnBatch:
         nodes = [turn[step] for turn in self.turns]
         node = nodes[self.last]
         modules = [n.location.module for n in nodes]
-        self.rewriter.where = replace(node.location, module=spanning(modules) or "")
+        self.rewriter.where = replace(node.location, module=enclosing(modules))
         if node.op == CHOOSES:
             self._choose(node)
             return None

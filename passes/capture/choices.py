@@ -56,17 +56,20 @@ def find_match(v: Value, made: Mapping[str, Node]) -> Match | None:
     if node.name == "aten.one_hot":
         choices, dims = find_choices(x, made)
         return Match(choices, (*dims, ((NUMBERS, v.shape[-1]),)))
-    known = find_match(x, made)
-    if known is None:
-        return None
-    if kind.elements in KEPT or _is_not_zero(node):
+    same = kind.elements in KEPT or _is_not_zero(node)
+    reduces = node.name == "aten.any" or node.name in ("aten.sum", "aten.amax")
+    shows = kind.view in ("shape", "order")
+    picks = node.name in ("aten.select", "aten.unbind")
+    # Of other ops nobody looks at what they are made of, which is all of a model.
+    known = find_match(x, made) if same or reduces or shows or picks else None
+    if known is None or same:
         return known
-    if node.name == "aten.any" or node.name in ("aten.sum", "aten.amax"):
+    if reduces:
         return _any(known, node)
-    if kind.view in ("shape", "order"):
+    if shows:
         after = seen(node, known.dims)
         return None if after is None else replace(known, dims=after)
-    if node.name in ("aten.select", "aten.unbind"):
+    if picks:
         dim = int(node.arg("dim")) % len(x.shape)
         at = node.arg("index") if node.name == "aten.select" else node.outs.index(v)
         if known.dims[dim] == ((NUMBERS, x.shape[dim]),):
@@ -231,8 +234,7 @@ def _counting_dim(v: Value, made: Mapping[str, Node]) -> int | None:
 def _is_one(node: Node, made: Mapping[str, Node]) -> Match | None:
     """`one_hot(choices) == 1`."""
     x, other = node.named("self other")
-    known = find_match(x, made) if type(other) is int and other == 1 else None
-    return known
+    return find_match(x, made) if type(other) is int and other == 1 else None
 
 
 def _is_not_zero(node: Node) -> bool:

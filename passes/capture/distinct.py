@@ -68,6 +68,10 @@ def _after(node: Node, dim: int) -> int:
     """Where a dim of its operand is in what a view shows; -1 if it is no dim of it."""
     if op_of(node).view == "shape":
         return dim_after(node.operands[0].shape, node.out.shape, dim)
+    if op_of(node).view == "part" and (
+        len(node.results[0].shape) == len(node.operands[0].shape)
+    ):
+        return dim  # of which there are fewer
     rule = equation(node) if op_of(node).view in ("order", "part") else None
     letters = rule and rule.operands[0][dim]
     return rule.outs[0].index(letters) if rule and letters in rule.outs[0] else -1

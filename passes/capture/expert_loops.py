@@ -24,11 +24,12 @@ from ..capture.compare_readings import ZEROS
 from ..capture.rewrite import Rewriter
 from ..capture.rows import ADDING, CHOOSES, SETTING, is_accumulated
 from ..capture.turn_values import TurnsDiffer
+from ..capture.turn_writes import flat
 from ..graph import Graph, Node, Value, short
+from ..ops.op import op_of
 from ..ops.random import awaits_number
 
 DROPOUT = "aten.dropout"
-CHOOSES_ROWS = CHOOSES.removesuffix(".default")
 
 
 @dataclass
@@ -80,13 +81,33 @@ def _add_where_written(rewriter: Rewriter, node: Node) -> Value | None:
             continue
         if write.name in ADDING:
             return rewriter.again(write, self=y)
-        if write.name == "aten.index_put" and all(
-            i.dtype == torch.bool or rewriter.producer(i, CHOOSES_ROWS)
-            for i in write.arg("indices")
-            if i is not None
-        ):  # each of which is another row
+        if write.name == "aten.index_put" and _is_each_once(rewriter, write):
             return rewriter.again(write, self=y, accumulate=True)
     return None
+
+
+def _is_each_once(rewriter: Rewriter, write: Node) -> bool:
+    """Whether an index_put writes to no place twice: where a mask is set, or at its
+    places, of which dims may be left out in which no two choices of a number differ."""
+    indices = [_seen(rewriter, i) for i in write.arg("indices") if i is not None]
+    chooses = rewriter.made.get(indices[0].name)
+    if indices[0].dtype == torch.bool or chooses is None or chooses.op != CHOOSES:
+        return indices[0].dtype == torch.bool and len(indices) == 1
+    if not {*indices} <= {*chooses.results}:
+        return False
+    match = find_match(chooses.operands[0], rewriter.made)
+    if match is None:
+        return {*indices} == {*chooses.outs}
+    pairs = zip(chooses.outs, match.dims, strict=True)
+    left = flat([parts for out, parts in pairs if out not in indices])
+    return are_distinct(match.choices, left, rewriter.made)
+
+
+def _seen(rewriter: Rewriter, x: Value) -> Value:
+    """What x is in another shape, as places that were columns."""
+    while (node := rewriter.made.get(x.name)) and op_of(node).view == "shape":
+        x = node.operands[0]
+    return x
 
 
 def find_loops(graph: Graph) -> list[Loop]:

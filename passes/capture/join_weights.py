@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from ..builder import unused
 from ..graph import Graph, Node, Value
@@ -70,11 +71,20 @@ def _is_joined(
         and all(name in params for name in names)
         and len({kind_of(name) for name in names}) == 1
         and all(
-            other.op == STACK and other.args == node.args
+            other.op == STACK
+            and (other.operands, other.arg("dim")) == (node.operands, 0)
             for name in names
             for other in readers[name]
         )
     )
+
+
+def enclosing(paths: Sequence[str]) -> str:
+    """A path for what is in all of these: `experts[0:8].w1`; or the module that has
+    them all."""
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    common = takewhile(lambda level: len({*level}) == 1, levels)
+    return spanning(paths) or ".".join(level[0] for level in common)
 
 
 def spanning(names: Sequence[str]) -> str | None:

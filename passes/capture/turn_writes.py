@@ -41,7 +41,7 @@ def places_of(indices: Sequence[Value], table: Mapping[str, Any]) -> tuple[Parts
         own = table[index.name]
         if isinstance(own, Match):
             dims += own.dims
-        elif isinstance(own, Places):
+        elif isinstance(own, Places) and len(index.shape) == 1:
             dims.append(own.parts)
         else:
             raise TurnsDiffer
@@ -57,21 +57,19 @@ def read_write(
     if node.name == "aten.index_put":
         first, indices = contiguous(node.arg("indices"))
         rows, adds = node.arg("values"), bool(node.arg("accumulate"))
+        places = places_of(indices, table)
         if first:
             raise TurnsDiffer
     else:
         source = "source" if node.arg("src") is None else "src"
         first, index, rows = node.named(f"dim index {source}")
-        first, indices = int(first) % len(whole.shape), [index]
-        adds = node.name in ADDING
-        if (
-            node.arg("alpha") not in (None, 1)
-            or rows.shape[first + 1 :] != (whole.shape[first + 1 :])
-        ):
+        first, adds = int(first) % len(whole.shape), node.name in ADDING
+        own = table[index.name]
+        if not isinstance(own, Places) or node.arg("alpha") not in (None, 1):
             raise TurnsDiffer
         if len(index.shape) > 1 and index.shape != rows.shape:
             raise TurnsDiffer
-    places = places_of(indices, table)
+        places = (own.parts,)
     last = first + len(places)
     if dims.get(rows.name) != first or rows.dtype != whole.dtype:
         raise TurnsDiffer
