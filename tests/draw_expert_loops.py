@@ -202,7 +202,7 @@ def draw(seed: int) -> Loop:
     }
     if not usual:
         for name, words in OTHERS.items():
-            if name in ("guard", "loop") or not (one or samples):
+            if not (one or samples):
                 tables[name] = {**tables[name], **words}
         tables["expert"] |= {name: name for name in OTHER_EXPERTS}
     words = {name: chance.choice([*table]) for name, table in tables.items()}

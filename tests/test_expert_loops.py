@@ -16,6 +16,7 @@ from loops_of_experts import (
     other_numbers,
     with_dropout,
 )
+from loops_of_numbers import COUNTING, PRESENT
 from losses_of_rows import of_all
 from models import VOCAB
 from models_of_rows import (
@@ -81,6 +82,25 @@ def test_all_experts_are_one_parameter(add: Callable[..., Tensor]) -> None:
     assert {n: v.shape for n, v in traced.parameters.items()} == {
         n: tuple(own[n].shape) for n in traced.parameters
     }
+
+
+@pytest.mark.parametrize("add", PRESENT)
+def test_numbers_that_there_are_may_be_gone_through(add: Callable[..., Tensor]) -> None:
+    """As if all were, since those that are not add nothing."""
+    one = case(of_all, add)
+    with torch.no_grad():  # an expert that nobody chooses
+        one.model.layers[0].router.weight[1] = -100 * one.model.embed.weight.mean(0)
+    one.model.embed.weight.data.abs_()
+    traced = trace(one.model, one.batch)
+    assert traced.joined and not traced.remarks
+    one.verify("ep=2", 1)
+
+
+@pytest.mark.parametrize("add", COUNTING)
+def test_numbers_that_there_are_may_not_be_counted(add: Callable[..., Tensor]) -> None:
+    one = case(of_all, add)
+    with pytest.raises(CaptureError, match=r"how many rows \.(unique|nonzero)\(\)"):
+        trace(one.model, one.batch)
 
 
 @pytest.mark.parametrize("add", DIFFERING)

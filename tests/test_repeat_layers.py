@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops_of_numbers import PRESENT, hit
 from losses_of_rows import of_all
 from models import gpt2, llama, plain_gpt
 from models_of_rows import case as experts
@@ -22,6 +23,7 @@ from autopar.passes.builder import prune
 from autopar.passes.capture import trace as tracing
 from autopar.passes.capture.trace import trace
 from autopar.passes.capture.traced import Traced
+from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Value
 from autopar.passes.layers import Repeats
 from autopar.passes.pipeline import compile_program
@@ -29,6 +31,7 @@ from autopar.passes.price.cluster import PLAIN
 from autopar.verify import verify
 
 ROWS, SEQ, DIM = 2, 4, 8
+SLOW = pytest.mark.slow
 
 
 def lines(traced: Traced) -> list[str]:
@@ -193,12 +196,32 @@ def test_what_differs_is_captured_as_it_is(model, folded) -> None:
     assert not folded
 
 
-@pytest.mark.parametrize("add", [in_place, copies])
+@pytest.mark.parametrize(
+    "add", [in_place, copies, hit, *(pytest.param(f, marks=SLOW) for f in PRESENT[1:])]
+)
 def test_loops_over_experts_repeat(add, folded) -> None:
     """Nobody knows how many rows an expert has, in whatever layer."""
     one = experts(of_all, *[add] * 9)
     check(one.model, one.batch)
     assert [repeats.kept for repeats in folded] == [(0, 1, 2, 8)]
+
+
+@pytest.mark.slow
+def test_layers_that_differ_where_no_expert_is_hit_do_not_repeat(folded) -> None:
+    def add(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        some = False
+        for e in chosen.unique():
+            some = True
+            row, _ = torch.where(chosen == e)
+            x = x.index_add(0, row, m.experts[int(e)](x[row]))
+        return x if some or not m.differs else x + 1
+
+    one = experts(of_all, *[add] * 7)
+    for layer in one.model.layers:
+        layer.differs = layer is one.model.layers[4]
+    with pytest.raises(CaptureError, match="unique"):
+        capture_model(one.model, one.batch)
+    assert not folded
 
 
 def test_what_asks_how_many_rows_there_are_is_captured_as_it_is(folded) -> None:

@@ -171,6 +171,7 @@ GUARDS = {
     "any": "if not mask.any():\n    continue",
     "sum": "if mask.sum() == 0:\n    continue",
     "count": "if torch.count_nonzero(mask) == 0:\n    continue",
+    "numel": "if mask.nonzero().numel() == 0:\n    continue",
 }
 WORK = {
     "plain": "v = expert({x}) * {share}",
@@ -186,6 +187,16 @@ LOOPS = {
     "enumerate": "for e, expert in enumerate(m.experts):",
     "range": "for e in range(E):\n    expert = m.experts[e]",
     "reversed": "for e in reversed(range(E)):\n    expert = m.experts[e]",
+    "unique": "for e in chosen.unique().tolist():\n    expert = m.experts[e]",
+    "present": "for e in torch.unique(chosen):\n    expert = m.experts[int(e)]",
+    "hit": """
+counts = F.one_hot(chosen, E).flatten(0, -2).sum(0)
+for e in torch.greater(counts, 0).nonzero().squeeze(-1):
+    expert = m.experts[e]""",
+    "counted": """
+counts = torch.bincount(chosen.flatten(), minlength=E)
+for e in torch.where(counts > 0)[0].tolist():
+    expert = m.experts[e]""",
 }
 
 OTHERS = {
@@ -203,6 +214,4 @@ OTHERS = {
             "spread[row, e, None]",
         ),
     },
-    "guard": {"numel": "if mask.nonzero().numel() == 0:\n    continue"},
-    "loop": {"unique": "for e in chosen.unique().tolist():\n    expert = m.experts[e]"},
 }

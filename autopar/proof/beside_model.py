@@ -27,7 +27,7 @@ from autopar.passes.capture.mixed_precision import Lowering, autocast, parameter
 from autopar.passes.capture.trace import run_without_data
 from autopar.passes.capture.traced import Traced
 from autopar.passes.capture.user_frames import at_work
-from autopar.passes.errors import AutoparError
+from autopar.passes.errors import AutoparError, CaptureError
 from autopar.passes.ops.random import DRAWN
 from autopar.passes.proof_record import CALLS, NUMBERS, Beside
 from autopar.progress import tell
@@ -256,11 +256,13 @@ def _called(untouched: Untouched) -> tuple[_Lines, _Lines]:
         as_found.put_back()
 
     try:
-        run_without_data(
+        ran = run_without_data(
             model, batch, loss_fn, precision, (), False, False, captured.in_one
         )
     finally:
         as_found.put_back()
+    if ran.others:
+        raise CaptureError("what forward calls depends on its data")
     return eager, captured
 
 

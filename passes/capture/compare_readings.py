@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..capture.choices import find_match
 from ..capture.chosen_rows import ADDING, CHOOSES
 from ..capture.reduce_rows import LOSSES
 from ..graph import Graph, Node, Value, map_values
@@ -185,6 +186,18 @@ def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> s
     }
 
 
+def _of_numbers(one: Reading, made: Mapping[str, Node]) -> set[str]:
+    """Masks that choose nothing where none of the choices is a number that was asked
+    about, as `one_hot(choices).sum(0)[number] > 0`."""
+    matched = (find_match(v, made) for v in one.asked if not v.shape)
+    asked = {(m.choices.name, m.number) for m in matched if m and m.number is not None}
+    if not asked:
+        return set()
+    values = (v for node in one.graph.nodes for v in node.results)
+    matches = ((v.name, find_match(v, made)) for v in values)
+    return {name for name, m in matches if m and (m.choices.name, m.number) in asked}
+
+
 def are_same(some: Reading, none: Reading) -> bool:
     """Whether a model computes the same where there are no rows as it does if it is
     read as if there were some."""
@@ -194,7 +207,7 @@ def are_same(some: Reading, none: Reading) -> bool:
         plain, made = keys.of(graph, literals), graph.producers()
         zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
         zeros = {name for name, key in plain.items() if key in zero_keys}
-        zeros |= _compared_alike(one, plain, zeros)
+        zeros |= _compared_alike(one, plain, zeros) | _of_numbers(one, made)
         left = keys.of(graph, literals, zeros)
         outputs.append([left[v.name] for v in graph.outputs])
     return outputs[0] == outputs[1]
@@ -217,6 +230,8 @@ def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
     x = node.operands[0]
     if node.op == CHOOSES or (node.name == "aten.slice" and not node.arg("start")):
         return _zeros(x, made)
+    if node.name == "aten.cat":  # a table of places, or what is 0 as all of it is
+        return [v.name, *_zeros(x, made)]
     if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
         return _zeros(node.operands[1], made)
     if node.name in ("aten.gt", "aten.ne") and node.arg("other") == 0:

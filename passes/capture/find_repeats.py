@@ -10,18 +10,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from ..capture.called import Call, Calls
+from ..capture.guards import Reading
 from ..layers import BEFORE, FIRST, Repeats, longest
 
 SPARED = 4  # layers that it must spare at least
 
 Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
-Run = Callable[[bool, Watch], Any]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A forward without data. names, tensors: what a capture would have as outputs.
+    others: how else it is to be read."""
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    others: tuple[Reading, ...]
+
+
+Run = Callable[[bool, Watch, Reading], Ran]
 PutBack = Callable[[], None]
 LayerList: TypeAlias = nn.ModuleList | nn.Sequential
 
@@ -76,8 +90,7 @@ def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | Non
     repeats = whole and longest(path, [tuple(layer) for layer in whole[FIRST:-1]])
     if not whole or not repeats or repeats.spared < SPARED:
         return None
-    with only_layers(model, path, repeats.kept):
-        few = _calls(model, path, own, put_back)
+    few = _calls(model, path, own, put_back, repeats.kept)
     expected = [whole[BEFORE], *(whole[FIRST + n] for n in repeats.kept), whole[-1]]
     return repeats if few == expected else None
 
@@ -89,16 +102,29 @@ def _may_repeat(layers: LayerList) -> bool:
 
 
 def _calls(
-    model: nn.Module, path: str, run: Callable[[Watch], Any], put_back: PutBack
+    model: nn.Module,
+    path: str,
+    run: Callable[[Watch, Reading], Ran],
+    put_back: PutBack,
+    kept: Sequence[int] | None = None,
 ) -> list[list[Call]] | None:
-    """What is called before, in each layer, and after the last; None if the model does
-    not run without data, or its layers not in turn."""
-    calls = Calls(model, path)
-    try:
-        returned = run(calls.layer_by_layer)
-        calls.parts[-1].append(calls.described("returned", returned))
-    except Exception:
-        return None  # who captures the model as it is will be told
-    finally:
-        put_back()
-    return calls.parts
+    """What is called before, in each layer, and after the last, in all readings; None
+    if the model does not run without data, or its layers not in turn. kept: layers
+    that it has, if not all."""
+    made: list[list[Call]] = []
+    readings = [Reading.SOME]
+    for reading in readings:
+        calls = Calls(model, path)
+        with only_layers(model, path if kept else "", kept or ()):
+            try:
+                ran = run(calls.layer_by_layer, reading)
+                calls.parts[-1].append(calls.described(ran.names, ran.tensors))
+            except Exception:
+                return None  # who captures the model as it is will be told
+            finally:
+                put_back()
+        readings += ran.others if reading == Reading.SOME else ()
+        made = made or [[] for _ in calls.parts]
+        for part, more in zip(made, calls.parts, strict=True):
+            part += more
+    return made

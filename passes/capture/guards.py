@@ -16,13 +16,19 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..capture.numbers_present import (
+    EQUAL,
+    UNIQUE,
+    Present,
+    PresentNumbers,
+)
 from ..capture.user_frames import (
     asked_by_user,
     at_work,
@@ -30,23 +36,16 @@ from ..capture.user_frames import (
     raised_at,
     raised_by_user,
 )
-from ..capture.values_read import CUT, Read, has_shape, read_here
+from ..capture.values_read import CUT, Read, has_shape, is_unknown, read_here
 from ..errors import CaptureError
 
 # Marks the tensor that was asked about in a capture, if it asserts nothing of it.
 MARK = torch.ops.aten._assert_tensor_metadata.default
-TOPK = (torch.topk, Tensor.topk)
-UNIQUE = (torch.unique, Tensor.unique)
+IN_TURN = (Tensor.unbind, Tensor.tolist)
 BINCOUNT = (torch.bincount, Tensor.bincount)
 # What gives counts one by one, of which the last that are 0 change nothing.
 ONE_BY_ONE = (Tensor.tolist, Tensor.unbind, Tensor.dim)
-# The same numbers, in another shape or place.
-SEEN = (
-    *(torch.flatten, torch.reshape, Tensor.contiguous, Tensor.detach, Tensor.flatten),
-    *(Tensor.long, Tensor.ravel, Tensor.reshape, Tensor.view),
-)
 COUNTS = (torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero)
-EQUAL = (torch.eq, Tensor.eq, Tensor.__eq__)
 NOT = (torch.logical_not, Tensor.logical_not, Tensor.__invert__)
 SHAPE = Tensor.shape.__get__  # type of a getset descriptor's method
 NORMS = (torch.norm, Tensor.norm, torch.linalg.vector_norm)
@@ -55,26 +54,28 @@ MANY = 2**20
 MOST = 2**14  # times that a line asks: more than experts of all layers
 
 
-def is_unknown(x: Tensor) -> bool:
-    """Whether what is in a tensor is not known in a capture."""
-    return isinstance(x, FakeTensor) and x.constant is None
+class Reading(Enum):
+    """How a forward is read. ONE: what Python wants a number for, as `len`, is given
+    one, else as many as there may be. Of numbers that there are, all are there; but
+    LEFT: the last alone, and MARKED: the others alone are said to be asked about."""
+
+    SOME, NONE, ONE, MARKED, LEFT = range(5)
 
 
 class Guards:
-    """Answers to whether there are rows, while a model is captured. some: the answer.
+    """Answers to whether there are rows, while a model is captured, by its reading.
     read: what was asked last, as an error would say it.
 
-    What Python wants a number for, as `len`, is given as many as there may be, or one,
-    which must make no difference. one: whether it is one. numbered: whether any
-    was given.
+    numbered: whether Python was given any number, which must make no difference.
 
     asked: how often each place in the code did, in one forward. checks: by its place, a
     question that is there to raise an error: the answer for which it does not, and the
     line that raises."""
 
-    def __init__(self) -> None:
-        self.some, self.one = True, False
+    def __init__(self, reading: Reading = Reading.SOME) -> None:
+        self.reading = reading
         self.numbered = False
+        self.present = Present()
         self.read: Read | None = None
         # Sizes that were compared with a limit, and by which call: read as if they
         # were above it, or, within, as if none was.
@@ -84,9 +85,7 @@ class Guards:
         self.checks: dict[tuple[Any, int], tuple[bool, str]] = {}
         self._last: tuple[tuple[Any, int], bool] | None = None
         self.asked = Counter[tuple[Any, int]]()
-        # Tensors by their id. Of what topk chose: from how many, and as of which write;
-        # of what `bincount` counts: what it counts.
-        self.chosen: dict[int, tuple[Tensor, int, int]] = {}
+        # Tensors by their id. Of what `bincount` counts: what it counts.
         self.counted: dict[int, tuple[Tensor, Tensor]] = {}
         self.numbers: dict[int, tuple[Tensor, Tensor]] = {}  # each, and if it is not 0
         # Counts that torch would give without the last ones that are 0, of how many.
@@ -110,11 +109,11 @@ class Guards:
             return _logsumexp(*args, **kwargs)
         if func in NORMS and args and not has_shape(x):
             return _norm(*args, **kwargs)
-        count = self._count(x)
+        count = self.present.below(x)
         if count and func in UNIQUE and len(args) < 2 and not kwargs.get("dim"):
             if any(kwargs.get(f"return_{extra}") for extra in ("inverse", "counts")):
                 return None
-            return self._different(x, count)
+            return self._all_numbers("unique", count, lambda n: (x == n).any())
         if (
             count
             and func in BINCOUNT
@@ -133,6 +132,11 @@ class Guards:
                 source=at_work(),
                 fix=f"say how many there are: torch.bincount(x, minlength={short[1]})",
             )
+        if (known := self.present.instead(func, args)) is not None:
+            return known
+        in_turn = func in IN_TURN and args[1:] in ((), (0,)) and not kwargs
+        if in_turn and (numbers := self.hit(x)) is not None:
+            return numbers.tolist() if func is Tensor.tolist else numbers
         if func is Tensor.unbind and id(x) in self.counted:  # as of tolist
             counts, values = self.counted[id(x)]
             by_number = counts.unbind()
@@ -146,16 +150,36 @@ class Guards:
     def _number(self, x: Tensor, most: int, rows: str) -> int:
         """A number of rows, as Python wants it."""
         self.numbered = True
-        return (1 if self.one else most) if self.answer(x, rows) else 0
+        most = 1 if self.reading == Reading.ONE else most
+        return most if self.answer(x, rows) else 0
 
-    def _different(self, x: Tensor, count: int) -> Choices:
-        """What there is in `x`, of numbers below `count`."""
-        if self.some:
-            for number in range(count):
-                MARK((x == number).any())
-        self.read = read_here("unique", rows=True)
-        choices = [torch.tensor(number) for number in range(count)]
-        return Choices(choices if self.some else ())
+    def hit(self, x: Tensor) -> PresentNumbers | None:
+        """The rows of `flags.nonzero()`, if x is that."""
+        if (places := self.present.places(x)) is None:
+            return None
+
+        def there(number: int) -> Tensor:
+            return places.flags.select(0, number) != 0
+
+        return self._all_numbers("nonzero", places.count, there, places.each)
+
+    def _all_numbers(
+        self,
+        name: str,
+        count: int,
+        there: Callable[[int], Tensor],
+        each: tuple[int, ...] = (),
+    ) -> PresentNumbers:
+        """Those below count, of which a call of this name gives what there are. there:
+        whether a number is. each: the shape of one."""
+        last = count - 1
+        marked = {Reading.MARKED: last, Reading.LEFT: 0, Reading.NONE: 0}
+        for number in range(marked.get(self.reading, count)):
+            MARK(there(number))
+        self.read = read_here(name, rows=True)
+        self.present.asked = True
+        first = {Reading.LEFT: last, Reading.NONE: count}
+        return self.present.of(range(first.get(self.reading, 0), count), each)
 
     def answer(self, x: Tensor, rows: str = "") -> bool:
         """x: a number, whether it is other than 0; or rows, whether there are any,
@@ -167,10 +191,15 @@ class Guards:
             raise read.error()  # a `while` that is told the same each time
         if place in self.checks:
             return self.checks[place][0]
-        MARK(x)
+        if self.reading not in (Reading.MARKED, Reading.LEFT):
+            MARK(x)
         self.read = read
         self._last = place, self.some
         return self.some
+
+    @property
+    def some(self) -> bool:
+        return self.reading != Reading.NONE
 
     def is_above(self, size: Any, limit: int) -> bool:
         """Whether there are more rows than a limit, above 0."""
@@ -181,8 +210,17 @@ class Guards:
 
     def begin(self) -> None:
         """Forgets what was asked; checks are known."""
-        self.some, self.one, self.numbered = True, False, False
+        self.reading, self.numbered = Reading.SOME, False
         self.read = self._last = None
+
+    def others(self) -> Iterator[Reading]:
+        """Yields how else a forward is to be read that asked in the first reading."""
+        if self.read is not None:
+            yield Reading.NONE
+            if self.numbered:
+                yield Reading.ONE
+            if self.present.asked:
+                yield from (Reading.MARKED, Reading.LEFT)
 
     def is_check(self, error: Exception) -> bool:
         """Whether the last answer made a user's own code raise this: from now on it is
@@ -220,23 +258,11 @@ class Guards:
                 self.negated[id(result)] = result, x != 0
             elif func in NOT and x.dtype == torch.bool:
                 self.negated[id(result)] = result, x
-        if func in TOPK and x.ndim and is_unknown(result.indices):
-            dim = kwargs.get("dim", (*args, -1, -1, -1)[2])
-            self._choose(result.indices, x.shape[dim])
-        elif func in SEEN and (count := self._count(x)):
-            self._choose(result, count)
+        self.present.note(func, args, kwargs, result)
         return result
 
     def _rows_of(self, x: Tensor, n: Any) -> Any:
         return RowCount(self, x, n, rows="numel") if isinstance(n, torch.SymInt) else n
-
-    def _choose(self, x: Tensor, count: int) -> None:
-        self.chosen[id(x)] = x, count, x._version
-
-    def _count(self, x: Any) -> int:
-        """From how many topk chose what is in a tensor; 0 of others."""
-        _, count, written = self.chosen.get(id(x), (x, 0, 0))
-        return count if count and x._version == written else 0
 
 
 def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -253,13 +279,6 @@ def _any_of(known: Mapping[int, tuple], args: Sequence[Any]) -> tuple | None:
     """What is known of the first tensor among the arguments of which something is."""
     tensors = (x for x in args if isinstance(x, Tensor))
     return next((known[id(x)] for x in tensors if id(x) in known), None)
-
-
-class Choices(tuple[Tensor, ...]):
-    """What topk chose at all: it may be gone through, and no more."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise read_here(name, rows=True).error()
 
 
 def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:

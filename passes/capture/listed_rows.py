@@ -6,7 +6,7 @@ rows by lists, `x[None, rows.tolist()]`: that is the tensor itself as an index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..capture.numbers_present import PresentNumbers
 from ..capture.user_frames import asked_by_user
 from ..capture.values_read import has_shape, read_here
 
@@ -35,12 +36,15 @@ class ListedRows:
 
 
 @contextmanager
-def rows_listed() -> Iterator[None]:
+def rows_listed(hit: Callable[[Tensor], PresentNumbers | None]) -> Iterator[None]:
     """Around a forward that is captured: fake tensors, which have no numbers, list rows
-    whose count is unknown as `ListedRows`."""
+    whose count is unknown as `ListedRows`. hit: the numbers that a tensor has, if they
+    may be gone through."""
     usual = FakeTensor.tolist
 
     def tolist(x: FakeTensor) -> Any:
+        if (numbers := hit(x)) is not None:
+            return numbers.tolist()
         with torch._C.DisableTorchFunction():  # who captures need not know of this look
             rows = x.dim() == 1 and x.dtype == torch.int64 and not has_shape(x)
         return ListedRows(x) if rows and asked_by_user() else usual(x)

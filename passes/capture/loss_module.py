@@ -61,7 +61,7 @@ class LossModule(nn.Module):
         self.unseen.guards.asked.clear()
         with (
             self.unseen,
-            rows_listed(),
+            rows_listed(self.unseen.guards.hit),
             self.functions.reading(),
             self.compiling.answers(),
             flex_as_attention(),

@@ -24,9 +24,10 @@ from ..capture.chosen_rows import keep_all_rows
 from ..capture.compare_readings import are_equal, are_same
 from ..capture.expert_loops import batch_expert_loops
 from ..capture.fake_tensors import device_of, on_fake_tensors
-from ..capture.find_repeats import Watch, only_layers
+from ..capture.find_repeats import Ran, Watch, only_layers
 from ..capture.functionalize import functionalize
 from ..capture.grouped_products import shapes_of_grouped_products
+from ..capture.guards import Reading
 from ..capture.join_weights import join_weights
 from ..capture.lean_export import lean_export
 from ..capture.loss_module import LossModule
@@ -44,6 +45,13 @@ from ..errors import CaptureError
 from ..graph import Graph
 from ..layers import Layered, NotAlike, Repeats
 from ..repeat_layers import Repeater
+
+# Readings that are to compute the same.
+AGREE = (
+    (Reading.SOME, Reading.NONE, are_same),
+    (Reading.SOME, Reading.ONE, are_equal),
+    (Reading.MARKED, Reading.LEFT, are_same),  # each turn adds what it would alone
+)
 
 
 def trace(
@@ -73,8 +81,7 @@ def trace(
     refuse_hooks(model)
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
-    traced = traced or _capture_either(wrapper, tensors, precision)
-    traced = _prove_guards(traced, wrapper, tensors, precision)
+    traced = traced or _capture_whole(wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
     batched = batch_expert_loops(traced.graph, traced.autocast)
     remarks = remark_on_loops(batched.graph, _place_of(wrapper), batched.differing)
@@ -105,20 +112,23 @@ def trace(
     return replace(traced, remarks=remarks, known=known)
 
 
-def _capture_either(
+def _capture_whole(
     wrapper: LossModule, tensors: Mapping[str, torch.Tensor], precision: Lowering
 ) -> Traced:
     """What the model computes eagerly; or, if no graph has that, what it says that it
     does where it is compiled."""
+    wrapper.unseen.guards.begin()
     try:
-        return _capture(wrapper, tensors, precision)
+        traced = _capture(wrapper, tensors, precision)
     except CaptureError as error:
         if not wrapper.compiling.asked:
             raise
         wrapper.compiling.told = True
-        with contextlib.suppress(CaptureError):
-            return _capture(wrapper, tensors, precision)
-        raise error
+        try:
+            traced = _capture(wrapper, tensors, precision)
+        except CaptureError:
+            raise error from None
+    return _prove_guards(traced, wrapper, tensors, precision)
 
 
 def _prove_guards(
@@ -133,18 +143,22 @@ def _prove_guards(
     if guards.compared is not None:
         _prove_limits(wrapper, tensors, precision)
     while guards.read is not None:
-        error, counted = guards.read.error(), guards.numbered
-        if counted:
+        error, checks = guards.read.error(), len(guards.checks)
+        if guards.numbered:
             error = CaptureError(error.message, source=error.source, fix=NO_NUMBER)
-        checks = len(guards.checks)
+        readings = {Reading.SOME: traced}
         try:
-            guards.some = False
-            same = are_same(traced, _capture(wrapper, tensors, precision))
-            if same and counted:
-                guards.some = guards.one = True
-                same = are_equal(traced, _capture(wrapper, tensors, precision))
+            for reading in [*guards.others()]:
+                guards.reading = reading
+                readings[reading] = _capture(wrapper, tensors, precision)
+            same = all(
+                agree(readings[one], readings[other])
+                for one, other, agree in AGREE
+                if other in readings
+            )
         except CaptureError:
             same = False
+        guards.reading = Reading.SOME
         if len(guards.checks) == checks:
             if not same:
                 raise error
@@ -209,14 +223,15 @@ def run_without_data(
     metrics: bool,
     meta: bool,
     watch: Watch,
-) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
-    """The names and tensors that a capture would have as outputs, of a forward within
-    a context on fake tensors, or those of the meta device. Raises: CaptureError, if it
-    computes by its values or calls what has a backward of its own; what forward
-    raises."""
+    reading: Reading = Reading.SOME,
+) -> Ran:
+    """What a capture would come to, of a forward within a context on fake tensors, or
+    those of the meta device. Raises: CaptureError, if it computes by its values or
+    calls what has a backward of its own; what forward raises."""
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     static = {k: v for k, v in batch.items() if not isinstance(v, torch.Tensor)}
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
+    wrapper.unseen.guards.reading = reading
     device = device_of(model)
     with (
         parameters_in(model, precision),
@@ -227,9 +242,10 @@ def run_without_data(
     ):
         returned = wrapper(examples)
     unseen = wrapper.unseen
-    if unseen.read or unseen.guards.read or wrapper.functions.calls:
+    guards = unseen.guards
+    if unseen.read or guards.compared or wrapper.functions.calls:
         raise CaptureError("forward is not of plain operations alone")
-    return wrapper.beside.names, returned
+    return Ran(wrapper.beside.names, returned, tuple(guards.others()))
 
 
 def _capture_repeats(
@@ -243,13 +259,12 @@ def _capture_repeats(
     try:
         with only_layers(model, repeats.path, repeats.kept):
             few = _capture(wrapper, tensors, precision)
+            few = _prove_guards(few, wrapper, tensors, precision)
         batched = batch_expert_loops(few.graph, few.autocast)
         few = replace(few, graph=batched.graph, autocast=batched.autocast)
         repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
         graph = repeater.whole(names_of(model))
     except (CaptureError, NotAlike):
-        return None
-    if few.asked:
         return None
     dtypes = {v: few.autocast.get(of) for v, (of, _) in repeater.origins.items()}
     return replace(

@@ -148,6 +148,8 @@ class TurnValues:
         all_numbers = places == [*range(len(places))]
         if not isinstance(x, Value) or not all_numbers or x.shape[dim] != len(places):
             raise TurnsDiffer
+        if dim == 0:
+            return Stacked(x)
         order = (dim, *(d for d in range(len(x.shape)) if d != dim))
         return Stacked(self.rewriter.emit("aten.permute.default", x, order))
 

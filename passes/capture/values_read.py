@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.call_model import failed_loss
 from ..capture.user_frames import at_work, raised_at, words_at_work
@@ -155,6 +156,11 @@ def has_shape(x: Tensor) -> bool:
     takes longer than the answer, is told of the question."""
     with torch._C.DisableTorchFunction():
         return all(type(n) is int for n in x.shape)
+
+
+def is_unknown(x: Any) -> bool:
+    """Whether what is in a tensor is not known in a capture."""
+    return isinstance(x, FakeTensor) and x.constant is None
 
 
 def _is_unknown(arg: Any) -> bool:
