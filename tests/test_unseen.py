@@ -133,12 +133,25 @@ class Penalty(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.shape = y.shape
+        ctx.wanted, ctx.shape = y.requires_grad, y.shape
         return x
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return dy, dy.new_full(ctx.shape, 0.1)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        return dy, dy.new_full(ctx.shape, 0.1) if ctx.wanted else None
+
+
+class Noticed(torch.autograd.Function):
+    """Gradients of its own beside those that it is given, for the same argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * dy + 0.1 * ctx.saved_tensors[0].sin()
 
 
 class Without(torch.autograd.Function):
@@ -211,6 +224,9 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled": lambda x: Mapped.apply(x, lambda x: x * 1, lambda dy: 0.1 * dy),
     "binary": lambda x: Binary.apply(x, x.flip(-1).tanh())[0],
     "clipped where numbers are large": lambda x: Clipped.apply(20 * x),
+    "a loss of its own": lambda x: Penalty.apply(x, x.sum((1, 2))),
+    "a loss of its own for what has no gradient": lambda x: Penalty.apply(x, x.data),
+    "a gradient of its own": Noticed.apply,
     "no gradient": lambda x: x + Mapped.apply(x, torch.tanh, lambda dy: None),
     "without gradient within": Without.apply,
     "of no gradient": without_gradient,
@@ -224,7 +240,6 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
         x, lambda x: x * 1, lambda dy: dy.clamp(-1e6, 1e6)
     ),
     "the sign of a gradient": lambda x: Mapped.apply(x, lambda x: x * 1, torch.sign),
-    "a loss of its own": lambda x: Penalty.apply(x, x.sum((1, 2))),
     "no gradient within a vmap": torch.vmap(mapped),
     "a hook on a tensor": hooked,
     "a derivative": penalized,

@@ -3,31 +3,36 @@
 A program's derivatives are those of the operations that forward is made of. Where the
 backward is another (a straight-through estimator, a reversed or scaled gradient), which
 is found out by trying both on drawn numbers, forward is spelled so that it has that
-backward: y.detach() + (z - z.detach()), where z is B^T x, for a backward dx = B dy. One
-that is not linear in dy is refused by name.
+backward: y.detach() + (z - z.detach()), where z is B^T x, for a backward dx = B dy. For
+dx = B dy + c, as of what adds a balance loss of its own, c x is added to the loss in
+the same way. Any other is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
-from ..capture.function_calls import Apply, has_setup, through_checkpoints
-from ..capture.unseen import derivatives_allowed
+from ..capture.function_calls import Apply, through_checkpoints
+from ..capture.function_operations import (
+    Call,
+    Shape,
+    run_forward,
+    shape_of,
+    wants,
+    with_backward,
+)
 from ..capture.user_frames import at_work
 from ..errors import CaptureError
 
-ONCE = once_differentiable(lambda ctx: None).__code__
 # Elements of all arguments together: more are not tried.
 MOST = 1 << 25
 SHORT = 24  # extents that dims are shortened to, counted down from here
@@ -43,64 +48,39 @@ SAME_GRADIENT = (
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A tensor among the arguments of a call."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    wants_gradient: bool
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a Function: its class, its arguments (tensors as `Shape`), its line."""
-
-    function: Apply
-    args: tuple[Any, ...]
-    source: str
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        return (self.function, *map(repr, self.args))
-
-
-class _Context(FunctionCtx):
-    """What forward leaves to backward, without autograd."""
-
-    to_save: tuple[Any, ...] = ()
-
-    @property
-    def saved_tensors(self) -> tuple[Any, ...]:
-        return self.to_save
-
-
 class Functions:
     """The Functions that a model's forward calls, by the place of each call.
 
-    own: the calls whose backward is to be kept.
+    own: the calls whose backward is to be kept, each with the arguments whose gradient
+    has a part that does not depend on the one that it is given.
+    added: what the loss has beside, of the last reading: scalars.
     """
 
     def __init__(self) -> None:
         self.calls: dict[Place, Call] = {}
-        self.own: set[Place] = set()
+        self.own: dict[Place, tuple[int, ...]] = {}
+        self.added: list[Tensor] = []
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Around a forward: a Function's runs as if its operations stood in its place,
         and is noted."""
+        self.added.clear()
         count = [0]  # of calls before; of those within a call; within that ...
 
         def apply(cls: Apply, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            call, place = Call(cls, tuple(map(_shape, args)), at_work()), tuple(count)
+            call, place = Call(cls, tuple(map(shape_of, args)), at_work()), tuple(count)
             count[-1] += 1
             count.append(0)
             try:
-                if torch.is_grad_enabled() and any(_wants(a) for a in call.args):
+                if torch.is_grad_enabled() and any(wants(a) for a in call.args):
                     self.calls[place] = call
                     if place in self.own:
-                        return _with_backward(cls, *args)
-                return _forward(cls, *args, **kwargs)
+                        made, dxs = with_backward(cls, *args)
+                        for i in self.own[place]:
+                            self.added.append((dxs[i].detach() * args[i]).sum())
+                        return made
+                return run_forward(cls, *args, **kwargs)
             finally:
                 count.pop()
 
@@ -114,116 +94,36 @@ class Functions:
         neither its forward's derivative nor linear in what it is given.
         """
         kinds = {call.kind: call for call in self.calls.values()}
-        others = {kind for kind, call in kinds.items() if _has_another(call)}
-        places = {place for place, call in self.calls.items() if call.kind in others}
-        known = places <= self.own
-        self.own |= places
+        constants = {kind: _own_backward(call) for kind, call in kinds.items()}
+        places = {place: constants[call.kind] for place, call in self.calls.items()}
+        own = {p: constant for p, constant in places.items() if constant is not None}
+        known = own.keys() <= self.own.keys()
+        self.own |= own
         return known
 
-
-def _forward(cls: Apply, *args: Any, **kwargs: Any) -> Any:
-    """Run a Function's forward as plain operations."""
-    ctx, made = _run(cls, *args, **kwargs)
-    constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
-    if isinstance(made, tuple):
-        return tuple(x.detach() if id(x) in constant else x for x in made)
-    return made.detach() if id(made) in constant else made
+    def add_to(self, loss: Tensor) -> Tensor:
+        """The loss with the gradients that Functions add to it; its value is as it
+        was."""
+        for term in self.added:
+            loss = loss + (term - term.detach()).to(loss.dtype)
+        return loss
 
 
-def _run(cls: Apply, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """What forward leaves to backward, and what it returns."""
-    ctx: Any = _Context()
-    ctx.needs_input_grad = tuple(_wants(_shape(a)) for a in args)
-    if not has_setup(cls):
-        return ctx, cls.forward(ctx, *args, **kwargs)
-    made = cls.forward(*args, **kwargs)
-    cls.setup_context(ctx, args, made)
-    return ctx, made
-
-
-def _with_backward(cls: Apply, *args: Any) -> Any:
-    """Run a Function's forward as plain operations whose derivative is its backward.
-
-    The backward dx = B dy of y = f(x) is differentiated by dy, so that z = B^T x is
-    made of plain operations, and the derivative of z by x is B.
-    """
-    inner = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
-    ctx, made = _run(cls, *inner)
-    if getattr(ctx, "dirty_tensors", ()):
-        raise ValueError("its forward writes in place")
-    ctx.needs_input_grad = tuple(_wants(_shape(a)) for a in args)
-    constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
-    ys = made if isinstance(made, tuple) else (made,)
-    flows = [
-        isinstance(y, Tensor)
-        and (y.is_floating_point() or y.is_complex())
-        and id(y) not in constant
-        for y in ys
-    ]
-    # A backward runs outside of autocast, unless it asks for it.
-    device = next(a.device.type for a in args if isinstance(a, Tensor))
-    with torch.enable_grad(), torch.autocast(device, enabled=False):
-        dys = [
-            torch.zeros_like(y).requires_grad_(flow) if isinstance(y, Tensor) else None
-            for y, flow in zip(ys, flows, strict=True)
-        ]
-        dxs = _differentiable_backward(cls)(ctx, *dys)
-        dxs = dxs if isinstance(dxs, tuple) else (dxs,)
-        pairs = [
-            (dx, x)
-            for dx, x in zip(dxs, args, strict=False)
-            if isinstance(x, Tensor) and x.requires_grad and _depends(dx)
-        ]
-        ends = [dy for dy, flow in zip(dys, flows, strict=True) if flow]
-        terms = [dx for dx, _ in pairs], ends, [x for _, x in pairs]
-        zs: tuple[Tensor | None, ...] = (None,) * len(ends)
-        if pairs:
-            with derivatives_allowed():
-                zs = torch.autograd.grad(*terms, create_graph=True, allow_unused=True)
-        outs, left = [], iter(zs)
-        for y, flow in zip(ys, flows, strict=True):
-            z = next(left) if flow else None
-            y = y.detach() if isinstance(y, Tensor) else y
-            outs.append(y if z is None else y + (z - z.detach()))
-    return tuple(outs) if isinstance(made, tuple) else outs[0]
-
-
-def _depends(dx: Any) -> bool:
-    return isinstance(dx, Tensor) and dx.requires_grad
-
-
-def _differentiable_backward(cls: Apply) -> Callable[..., Any]:
-    """Its backward, also where it says that it is differentiable but once."""
-    backward: Any = cls.backward
-    once = getattr(backward, "__code__", None) is ONCE
-    return backward.__wrapped__ if once else backward
-
-
-def _shape(arg: Any) -> Any:
-    if not isinstance(arg, Tensor):
-        return arg
-    return Shape(tuple(arg.shape), arg.dtype, arg.requires_grad)
-
-
-def _wants(arg: Any) -> bool:
-    return isinstance(arg, Shape) and arg.wants_gradient
-
-
-# --- whether a backward is the derivative ------------------------------------------
-
-
-def _has_another(call: Call) -> bool:
+def _own_backward(call: Call) -> tuple[int, ...] | None:
+    """The arguments whose gradient has a constant part; None where the backward is the
+    derivative of forward's operations."""
     name, error = f"the backward of '{call.function.__qualname__}'", None
     for short in (True, False):
         try:
-            if _derives_forward(call, short):
-                return False
+            constant = _constants(call, short)
+            if not constant and _derives_forward(call, short):
+                return None
         except Exception as problem:  # whatever a user's code raises
             error = problem
             continue
         try:
-            if _is_derivative(call, partial(_with_backward, call.function), short):
-                return True
+            if _is_derivative(call, partial(_linear, call.function), short):
+                return constant
         except Exception as problem:
             error = problem
         reason = f" ({type(error).__name__}: {error})" if error else ""
@@ -241,10 +141,23 @@ def _has_another(call: Call) -> bool:
     ) from error
 
 
+def _linear(cls: Apply, *args: Any) -> Any:
+    return with_backward(cls, *args)[0]
+
+
+def _constants(call: Call, short: bool) -> tuple[int, ...]:
+    """The arguments that have a gradient where there is none to what was made."""
+    args = _draw(call.args, short, torch.randn, 1.0)
+    dxs = _gradients(call, call.function.apply, args, 0.0)
+    places = (i for i, a in enumerate(call.args) if wants(a))
+    pairs = zip(places, dxs, strict=True)
+    return tuple(i for i, dx in pairs if bool((dx.isfinite() & (dx != 0)).any()))
+
+
 def _derives_forward(call: Call, short: bool) -> bool:
     """Whether the backward is the derivative of forward's operations."""
     try:
-        return _is_derivative(call, partial(_forward, call.function), short)
+        return _is_derivative(call, partial(run_forward, call.function), short)
     except RuntimeError:  # as of values that were written over
         return _is_derivative(call, _without_writes(call.function), short)
 
@@ -258,7 +171,7 @@ def _without_writes(cls: Apply) -> Callable[..., Any]:
 
         def on_tensors(*tensors: Tensor) -> Any:
             filled = dict(zip(places, tensors, strict=True))
-            return _forward(cls, *(filled.get(i, a) for i, a in enumerate(args)))
+            return run_forward(cls, *(filled.get(i, a) for i, a in enumerate(args)))
 
         with _Copied():
             return functionalize(on_tensors)(*(args[i] for i in places))
@@ -318,36 +231,39 @@ def _is_derivative(call: Call, run: Callable[..., Any], short: bool) -> bool:
 def _both_gradients(
     call: Call, run: Callable[..., Any], args: list[Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """By the Function's backward, and by the operations of `run`."""
-    xs = [x for x, a in zip(args, call.args, strict=True) if _wants(a)]
-
-    def copies() -> list[Any]:  # copies, as some write into what they are given
-        return [a.clone() if isinstance(a, Tensor) else a for a in args]
-
+    """By the Function's backward, without its constant part, and by the operations of
+    `run`."""
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
+    constant = _gradients(call, call.function.apply, args, 0.0)
     for scale in SCALES:
-        for apply, gradients in zip((call.function.apply, run), both, strict=True):
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(0)
-                gradients += _gradients(apply(*copies()), xs, scale)
+        dxs = _gradients(call, call.function.apply, args, scale)
+        both[0].extend((a - b) / scale for a, b in zip(dxs, constant, strict=True))
+        both[1].extend(dx / scale for dx in _gradients(call, run, args, scale))
     return both
 
 
-def _gradients(made: Any, xs: list[Tensor], scale: float) -> list[Tensor]:
-    """Returns gradients by xs of what a Function made, for drawn cotangents."""
-    drawn = torch.Generator().manual_seed(1)
-    many = made if isinstance(made, tuple) else (made,)
-    ys = [y for y in many if isinstance(y, Tensor)]
-    dys = [scale * torch.randn(y.shape, generator=drawn).to(y.dtype) for y in ys]
-    ends = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
-    if not ends:
-        return [torch.zeros_like(x) for x in xs]
-    dxs = torch.autograd.grad(
-        [y for y, _ in ends], xs, [dy for _, dy in ends], allow_unused=True
-    )
+def _gradients(
+    call: Call, run: Callable[..., Any], args: list[Any], scale: float
+) -> list[Tensor]:
+    """Returns gradients by the arguments of what is made of them, for cotangents that
+    are drawn and scaled."""
+    xs = [x for x, a in zip(args, call.args, strict=True) if wants(a)]
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        # Copies, as some write into what they are given.
+        made = run(*(a.clone() if isinstance(a, Tensor) else a for a in args))
+        drawn = torch.Generator().manual_seed(1)
+        many = made if isinstance(made, tuple) else (made,)
+        ys = [y for y in many if isinstance(y, Tensor)]
+        dys = [scale * torch.randn(y.shape, generator=drawn).to(y.dtype) for y in ys]
+        ends = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+        if not ends:
+            return [torch.zeros_like(x) for x in xs]
+        dxs = torch.autograd.grad(
+            [y for y, _ in ends], xs, [dy for _, dy in ends], allow_unused=True
+        )
     return [
-        torch.zeros_like(x) if dx is None else dx / scale
-        for x, dx in zip(xs, dxs, strict=True)
+        torch.zeros_like(x) if dx is None else dx for x, dx in zip(xs, dxs, strict=True)
     ]
 
 

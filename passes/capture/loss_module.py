@@ -81,7 +81,7 @@ class LossModule(nn.Module):
             returned = replace(returned, metrics={})
         beside = returned.select(self.wanted)
         self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
-        return (returned.loss, *beside.values())
+        return (self.functions.add_to(returned.loss), *beside.values())
 
 
 def _refuse_new_buffers(

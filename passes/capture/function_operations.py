@@ -1,0 +1,144 @@
+"""A user's torch.autograd.Function as plain operations: with the derivative of its
+forward, or with its own backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ..capture.function_calls import Apply, has_setup
+from ..capture.unseen import derivatives_allowed
+
+ONCE = once_differentiable(lambda ctx: None).__code__
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor among the arguments of a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a Function: its class, its arguments (tensors as `Shape`), its line."""
+
+    function: Apply
+    args: tuple[Any, ...]
+    source: str
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.function, *map(repr, self.args))
+
+
+class _Context(FunctionCtx):
+    """What forward leaves to backward, without autograd."""
+
+    to_save: tuple[Any, ...] = ()
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self.to_save
+
+
+def run_forward(cls: Apply, *args: Any, **kwargs: Any) -> Any:
+    """Run a Function's forward as plain operations."""
+    ctx, made = _run(cls, *args, **kwargs)
+    constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
+    if isinstance(made, tuple):
+        return tuple(x.detach() if id(x) in constant else x for x in made)
+    return made.detach() if id(made) in constant else made
+
+
+def _run(cls: Apply, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What forward leaves to backward, and what it returns."""
+    ctx: Any = _Context()
+    ctx.needs_input_grad = tuple(wants(shape_of(a)) for a in args)
+    if not has_setup(cls):
+        return ctx, cls.forward(ctx, *args, **kwargs)
+    made = cls.forward(*args, **kwargs)
+    cls.setup_context(ctx, args, made)
+    return ctx, made
+
+
+def with_backward(cls: Apply, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Run a Function's forward as plain operations whose derivative is its backward.
+
+    The backward dx = B dy + c of y = f(x) is differentiated by dy, so that z = B^T x is
+    made of plain operations, and the derivative of z by x is B. Returns y, and c.
+    """
+    # Some backwards ask which arguments had wanted a gradient.
+    inner = tuple(
+        a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
+        for a in args
+    )
+    with torch.no_grad():
+        ctx, made = _run(cls, *inner)
+    if getattr(ctx, "dirty_tensors", ()):
+        raise ValueError("its forward writes in place")
+    ctx.needs_input_grad = tuple(wants(shape_of(a)) for a in args)
+    constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
+    ys = made if isinstance(made, tuple) else (made,)
+    flows = [
+        isinstance(y, Tensor)
+        and (y.is_floating_point() or y.is_complex())
+        and id(y) not in constant
+        for y in ys
+    ]
+    # A backward runs outside of autocast, unless it asks for it.
+    device = next(a.device.type for a in args if isinstance(a, Tensor))
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        dys = [
+            torch.zeros_like(y).requires_grad_(flow) if isinstance(y, Tensor) else None
+            for y, flow in zip(ys, flows, strict=True)
+        ]
+        dxs = _differentiable_backward(cls)(ctx, *dys)
+        dxs = dxs if isinstance(dxs, tuple) else (dxs,)
+        pairs = [
+            (dx, x)
+            for dx, x in zip(dxs, args, strict=False)
+            if isinstance(x, Tensor) and x.requires_grad and _depends(dx)
+        ]
+        ends = [dy for dy, flow in zip(dys, flows, strict=True) if flow]
+        terms = [dx for dx, _ in pairs], ends, [x for _, x in pairs]
+        zs: tuple[Tensor | None, ...] = (None,) * len(ends)
+        if pairs:
+            with derivatives_allowed():
+                zs = torch.autograd.grad(*terms, create_graph=True, allow_unused=True)
+        outs, left = [], iter(zs)
+        for y, flow in zip(ys, flows, strict=True):
+            z = next(left) if flow else None
+            y = y.detach() if isinstance(y, Tensor) else y
+            outs.append(y if z is None else y + (z - z.detach()))
+    return tuple(outs) if isinstance(made, tuple) else outs[0], dxs
+
+
+def _depends(dx: Any) -> bool:
+    return isinstance(dx, Tensor) and dx.requires_grad
+
+
+def _differentiable_backward(cls: Apply) -> Callable[..., Any]:
+    """Its backward, also where it says that it is differentiable but once."""
+    backward: Any = cls.backward
+    once = getattr(backward, "__code__", None) is ONCE
+    return backward.__wrapped__ if once else backward
+
+
+def shape_of(arg: Any) -> Any:
+    """What is known of an argument: its `Shape`, or it itself, if it is no tensor."""
+    if not isinstance(arg, Tensor):
+        return arg
+    return Shape(tuple(arg.shape), arg.dtype, arg.requires_grad)
+
+
+def wants(arg: Any) -> bool:
+    """Whether an argument, as `shape_of` gives it, is to have a gradient."""
+    return isinstance(arg, Shape) and arg.wants_gradient
