@@ -171,6 +171,20 @@ def test_a_mask_is_sought_no_further_than_masks_are_made() -> None:
     assert find_match(mask, made) == Match(x, (((1, 4),),), 1)
 
 
+def test_weights_that_were_put_aside_are_as_they_were() -> None:
+    """While others are in their place, which rows are computed with."""
+    one = case(of_all, in_place)
+    step = one.step()
+    loss, parameters = step.evaluate(**one.batch), list(step.parameters())
+    aside = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.data / 2
+    assert (loss - step.evaluate(**one.batch)).abs() > 0.1
+    for p, values in zip(parameters, aside, strict=True):
+        p.data = values
+    assert loss == step.evaluate(**one.batch)
+
+
 def test_what_experts_have_a_vector_of_is_no_vocabulary() -> None:
     program = case(of_all, in_place).compile("ep=2", 1)
     norms = program.tensors["layers.0.experts[0:3].0.weight"]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import plain_gpt
+from losses_of_rows import of_all
+from models import VOCAB, plain_gpt
+from models_of_rows import case, in_place
 from plans import small_model
 from processes import run_ranks
-from test_agreement import batch_of
+from test_agreement import batch_of as batch_of_gpt
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
@@ -141,6 +143,56 @@ def without_an_optimizer(m: Any, compute: Compute) -> list[Tensor]:
     return losses
 
 
+def averages_in_their_place(m: Any, compute: Compute) -> list[Tensor]:
+    """Their tensors for one batch, and then those that were put aside."""
+    named = dict(m.named_parameters())
+    averages = {name: p.detach().clone() for name, p in named.items()}
+    optimizer, losses = SGD(named.values(), lr=0.1), []
+    for i in range(STEPS):
+        aside = {name: p.data for name, p in named.items()}
+        for name, p in named.items():
+            p.data = averages[name]
+        losses.append(compute(i))
+        for name, p in named.items():
+            p.data = aside[name]
+        optimizer.zero_grad()
+        losses.append(compute(i))
+        optimizer.step()
+        for name, p in named.items():
+            averages[name] = averages[name].lerp(p.data, 0.3)
+    return losses
+
+
+def frozen_for_a_while(m: Any, compute: Compute) -> list[Tensor]:
+    """A layer, or an expert, whose gradients stay as they are meanwhile."""
+    optimizer = AdamW(m.parameters(), lr=1e-2, weight_decay=0.1)
+    parts = "h.0.", "layers.0.experts.1."
+    own = [p for n, p in m.named_parameters() if n.startswith(parts)]
+    losses = []
+    for i in range(STEPS):
+        for p in own:
+            p.requires_grad_(i % 2 == 0)
+        losses.append(compute(i))
+        optimizer.step()
+        for p in m.parameters():
+            p.grad = p.grad if p.grad is None or not p.requires_grad else None
+    return losses
+
+
+def one_without_gradients(m: Any, compute: Compute) -> list[Tensor]:
+    """And one with others than it was given."""
+
+    def change() -> None:
+        for name, p in m.named_parameters():
+            if name.startswith(("h.0.", "layers.0.experts.1.")):
+                p.grad = None
+            elif name.startswith(("h.1.", "layers.0.experts.2.")):
+                p.grad = p.grad.sin() + 0.1 * p.detach()
+
+    optimizer = SGD(m.parameters(), lr=0.1, momentum=0.9)
+    return loop(optimizer, compute, after_backward=change)
+
+
 def seeded(m: Any, compute: Compute) -> list[Tensor]:
     """Each rank otherwise, as for its data: what the step computes is not drawn so."""
     torch.manual_seed(1000 + getattr(m, "data_rank", 0))
@@ -170,25 +222,38 @@ HABITS: Mapping[str, Habit] = {
         for habit in (
             *(by_name, a_group_added, accumulated, averaged_by_hand, decayed_by_hand),
             *(resumed, slow_weights, perturbed, without_an_optimizer, seeded),
+            *(averages_in_their_place, frozen_for_a_while, one_without_gradients),
             under_anomaly_detection,
         )
     },
 }
 
 
-def model() -> nn.Module:
+def model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return small_model().double()
+    return (experts() if kind == "experts" else small_model()).double()
+
+
+def experts() -> nn.Module:
+    return case(of_all, in_place).model
+
+
+def batch_of(kind: str, i: int) -> dict[str, Tensor]:
+    ids, labels = batch_of_gpt(i).values()
+    if kind == "gpt":
+        return {"ids": ids, "labels": labels}
+    return {"input_ids": ids % VOCAB, "labels": labels % VOCAB}
 
 
 @cache
-def on_one_device() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+def on_one_device(kind: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     results = {}
     for name, habit in HABITS.items():
-        m = model()
+        m = model(kind)
 
         def compute(i: int, m: nn.Module = m) -> Tensor:
-            loss: Tensor = m(**batch_of(i))[1]
+            returned = m(**batch_of(kind, i))
+            loss: Tensor = returned if isinstance(returned, Tensor) else returned[1]
             loss.backward()
             return loss
 
@@ -197,15 +262,17 @@ def on_one_device() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     return results
 
 
-def on_ranks(program: Program) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+def on_ranks(
+    kind: str, program: Program
+) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     results = {}
     for name, habit in HABITS.items():
         step = autopar.compile(
-            model(), program.mesh, program=program, example_inputs=batch_of(0)
+            model(kind), program.mesh, program=program, example_inputs=batch_of(kind, 0)
         )
         losses = [
             loss.item()
-            for loss in habit(step, lambda i, step=step: step(**batch_of(i)))
+            for loss in habit(step, lambda i, step=step: step(**batch_of(kind, i)))
         ]
         results[name] = losses, step.state_dict()
     return results
@@ -213,13 +280,23 @@ def on_ranks(program: Program) -> dict[str, tuple[list[float], dict[str, Tensor]
 
 @pytest.mark.matrix(quick=0, daily=2)
 @pytest.mark.parametrize(
-    ("mesh", "zero"), [("tp=2", 0), ("dp=2", 0), ("dp=2", 3), ("pp=2", 0)]
+    ("kind", "mesh", "zero"),
+    [
+        ("gpt", "tp=2", 0),
+        ("experts", "ep=2", 0),
+        ("gpt", "dp=2", 0),
+        ("gpt", "dp=2", 3),
+        ("gpt", "pp=2", 0),
+        ("experts", "dp=2", 3),
+    ],
 )
-def test_a_loop_does_with_a_step_what_it_does_with_the_model(mesh, zero) -> None:
+def test_a_loop_does_with_a_step_what_it_does_with_the_model(kind, mesh, zero) -> None:
     plan = Plan(Mesh.parse(mesh), 2, zero=zero)
-    program = autopar.compile_offline(model(), batch_of(0), plan, cluster=PLAIN)
-    for results in run_ranks(on_ranks, 2, program):
-        for name, (losses, state) in on_one_device().items():
+    batch = batch_of(kind, 0)
+    program = autopar.compile_offline(model(kind), batch, plan, cluster=PLAIN)
+    assert bool(program.joined) is (kind == "experts")
+    for results in run_ranks(on_ranks, 2, kind, program):
+        for name, (losses, state) in on_one_device(kind).items():
             got, weights = results[name]
             assert got == pytest.approx(losses, rel=1e-9), name
             for key, value in state.items():

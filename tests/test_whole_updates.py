@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import Case
 from losses_of_rows import of_all
-from models import cut_gpt, plain_gpt
+from models import VOCAB, cut_gpt, plain_gpt, token_batch
 from models_of_rows import case as experts
 from models_of_rows import in_place
 from processes import run_ranks
@@ -23,10 +23,31 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.step import Step
 
+
+class Narrow(nn.Module):
+    """Its weight [2, 32] is [1, 32] on each of two ranks, as what Adafactor stores of
+    its columns is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 32), nn.Linear(2, VOCAB)
+        self.narrow = nn.Linear(32, 2, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.narrow(self.embed(input_ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def narrow() -> Case:
+    torch.manual_seed(0)
+    return Case(Narrow(), token_batch(4, 8, ignored="none"))
+
+
 MODELS: dict[str, Callable[[], Case]] = {
     "plain": partial(plain_gpt, layers=2),
     "cut": partial(cut_gpt, layers=2),
     "experts": partial(experts, of_all, in_place),
+    "narrow": narrow,
 }
 STEPS, HALF = 4, 2
 
@@ -64,7 +85,7 @@ def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def build(model: str) -> Case:
     case = MODELS[model]().double()
-    if model != "experts":
+    if model in ("plain", "cut"):
         case.model.get_parameter("norm.weight").requires_grad_(False)
     return case
 
@@ -142,6 +163,18 @@ def test_they_update_as_on_one_device(
             torch.testing.assert_close(
                 state[name], value, rtol=1e-8, atol=1e-8, msg=name
             )
+
+
+def adafactor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=1e-2)
+
+
+@pytest.mark.slow
+def test_what_is_stored_of_columns_is_taken_for_no_part(tmp_path: Path) -> None:
+    want = train_plainly("narrow", adafactor)
+    program = build("narrow").proved("dp=2", zero=3)
+    for state in run_ranks(train, 2, "narrow", program, adafactor, 0, STEPS, tmp_path):
+        torch.testing.assert_close(state, dict(want), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.slow

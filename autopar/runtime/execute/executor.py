@@ -80,6 +80,13 @@ class Executor:
             for own, name in program.stages[index].names.items()
             if name in self.parameters
         ]
+        stacks = {stack.name: stack for stack in self.stacks}
+        self._stacked = [
+            (stage.tensors, own, stacks[name])
+            for index, stage in self.stages.items()
+            for own, name in program.stages[index].names.items()
+            if name in stacks
+        ]
         self.set_up()
         self.outputs = Outputs(program, comm)
         # Of the last step, or of what was evaluated last.
@@ -191,6 +198,8 @@ class Executor:
                 tensors[own] = p.detach()
         for stack in self.stacks:
             stack.rebind()
+        for tensors, own, stack in self._stacked:
+            tensors[own] = stack.tensor
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Field]) -> None:
         """Run the actions in turn."""

@@ -18,21 +18,27 @@ class Stack:
 
     def __init__(self, name: str, rows: Mapping[str, nn.Parameter]) -> None:
         self.name, self.rows = name, dict(rows)
-        held = [p.detach() for p in self.rows.values()]
-        whole = _in_one_memory(held)
-        self.tensor = torch.stack(held) if whole is None else whole
-        if whole is None:
-            for p, row in zip(self.rows.values(), self.tensor, strict=True):
-                p.data = row
+        self.tensor = self._joined()
 
     def rebind(self) -> None:
-        """Takes over the values of parameters that were given other memory. Raises:
-        ParameterError, for what has not their kind."""
-        for (name, p), row in zip(self.rows.items(), self.tensor, strict=True):
-            if not p.is_set_to(row):
-                check_data(name, p, kind_of(row))
-                row.copy_(p.detach())
-                p.data = row
+        """Is of the memory that its rows have now, where they were given other: what
+        they had may be somebody's, to give it back. Raises: ParameterError, for what
+        has not their kind."""
+        if all(map(Tensor.is_set_to, self.rows.values(), self.tensor)):
+            return
+        for name, p in self.rows.items():
+            check_data(name, p, kind_of(self.tensor[0]))
+        self.tensor = self._joined()
+
+    def _joined(self) -> Tensor:
+        """Rows in one memory: what they have, if it is one; else new."""
+        held = [p.detach() for p in self.rows.values()]
+        if (whole := _in_one_memory(held)) is not None:
+            return whole
+        whole = torch.stack(held)
+        for p, row in zip(self.rows.values(), whole, strict=True):
+            p.data = row
+        return whole
 
 
 def make_stacks(

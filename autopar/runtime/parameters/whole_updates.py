@@ -89,10 +89,10 @@ class WholeUpdates:
     ) -> None:
         held = [self.parameters[name] for name in names]
         states = [stored.get(p, {}) for p in held]
-        # What was loaded is as large as the part that it is of.
-        entries = self._entries.get(source) or {
-            entry for entry, value in states[0].items() if _is_like(value, held[0])
-        }
+        if (entries := self._entries.get(source)) is None:
+            # What was loaded is as large as the part that it is of.
+            loaded = states[0].items()
+            entries = {entry for entry, value in loaded if _is_like(value, held[0])}
         for entry in sorted(entries):
             whole = self._whole(names, [state[entry] for state in states])
             stored[held[0]][entry] = whole
