@@ -76,6 +76,14 @@ def in_buffer(self: Keeping) -> Tensor:
     return self.cache
 
 
+def in_new_buffer(self: Keeping) -> Tensor:
+    """As tables of rotations are made: for a length, and at first whatever it is."""
+    if self.most is None or self.most < SEQ:
+        self.most = SEQ
+        self.register_buffer("turns", self.base[:SEQ, None].cos(), persistent=False)
+    return self.turns[:SEQ]
+
+
 def in_attribute(self: Keeping) -> Tensor:
     if not hasattr(self, "table"):
         self.table = make(SEQ)
@@ -150,6 +158,7 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
     f.__name__: f
     for f in (
         in_buffer,
+        in_new_buffer,
         in_attribute,
         in_dict,
         in_object,
@@ -176,6 +185,9 @@ class Keeping(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.register_buffer("cache", None)
+        self.register_buffer("base", torch.linspace(0, 2, 3 * SEQ))
+        self.register_buffer("turns", torch.zeros(3 * SEQ, 1), persistent=False)
+        self.most: int | None = None
         self.way, self.kept, self.seen = way, {}, []
         self.plain, self.slim, self.table_of = Plain(), Slim(), in_closure()
 
@@ -215,6 +227,7 @@ def test_what_forward_keeps_is_put_back(way):
     assert state.keys() == case.model.state_dict().keys()
     for name, x in case.model.state_dict().items():
         assert torch.equal(x, state[name])
+    assert case.model.most is None and not case.model.turns.any()
     assert case.model.cache is None and not case.model.kept and not case.model.seen
     assert (case.model.plain.kept, case.model.plain.calls) == (None, 0)
     assert all(p.requires_grad for p in case.model.parameters())
@@ -223,6 +236,11 @@ def test_what_forward_keeps_is_put_back(way):
     assert torch.equal(loss, fresh.model(**case.batch))
     if way != "frozen":
         verify(program, *keeping(way)).check()
+
+
+def test_a_table_of_a_model_without_values_may_be_made_anew():
+    case = keeping("in_new_buffer")
+    capture_model(case.model.to("meta"), case.batch)
 
 
 @pytest.mark.slow

@@ -215,10 +215,10 @@ def test_a_branch_on_data_is_shown_at_its_line() -> None:
 class Counted(nn.Module):
     """Two ways of counting calls in a buffer."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, in_place: bool, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.in_place = in_place
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_place:
@@ -228,12 +228,13 @@ class Counted(nn.Module):
         return x.sum()
 
 
+@pytest.mark.parametrize("shape", [(), (2,)])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_changed_buffer_is_named(in_place: bool) -> None:
+def test_a_changed_buffer_is_named(in_place: bool, shape: tuple[int, ...]) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = Counted(in_place)
+            self.inner = Counted(in_place, shape)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)

@@ -35,6 +35,12 @@ class _Certain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _value(buffer: Tensor) -> Tensor:
+    if buffer.is_meta:
+        raise _AnyValue
+    return buffer
+
+
 @dataclass(frozen=True)
 class _Made:
     """A tensor of the capture, as of which write, how to make it with its values, and
@@ -52,9 +58,7 @@ class KnownValues:
     those that an answer depends on."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self.buffers = {
-            k: v for k, v in buffers.items() if not v.is_meta and v.numel() > 1
-        }
+        self.buffers = {k: v for k, v in buffers.items() if v.numel() > 1}
         self.asked: set[str] = set()
         self.made: dict[int, _Made] = {}  # tensors of the capture by their id
 
@@ -63,7 +67,7 @@ class KnownValues:
         self.made.clear()
         for name, x in captured.items():
             if name in self.buffers:
-                value = partial(self.buffers.get, name)
+                value = partial(_value, self.buffers[name])
                 self.made[id(x)] = _Made(x, x._version, value, frozenset([name]))
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -92,12 +96,19 @@ class KnownValues:
         made = self.made.get(id(x)) if func in READS else None
         if made is None or made.version != x._version:
             return None
-        self.asked |= made.buffers
         with _disable_current_modes(), torch._C.DisableTorchFunction(), _Certain():
             try:
-                return func(made.make())
+                value = func(made.make())
             except _AnyValue:
                 return None
+        self.asked |= made.buffers
+        return value
+
+    def buffers_of(self, x: Any) -> frozenset[str] | None:
+        """The buffers that a tensor was computed of, and of nothing else but what is
+        constant; None of any other."""
+        made = self._made(x) if isinstance(x, Tensor) else None
+        return None if made is None else made.buffers
 
     def _made(self, x: Tensor) -> _Made | None:
         """None of what is not known. What is no tensor of the capture has its values:

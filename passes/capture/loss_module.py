@@ -76,23 +76,24 @@ class LossModule(nn.Module):
                 # Here, as torch prints all that it has traced so far.
                 read = self.unseen.read
                 raise capture_failed(error, self, fields, read) from error
-        _refuse_new_buffers(before, dict(self.model.named_buffers()))
+        self._refuse_new_buffers(before)
         if not self.with_metrics:
             returned = replace(returned, metrics={})
         beside = returned.select(self.wanted)
         self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
         return (self.functions.add_to(returned.loss), *beside.values())
 
-
-def _refuse_new_buffers(
-    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
-) -> None:
-    """`self.count = self.count + 1` leaves no trace in the exported graph."""
-    for name, buffer in before.items():
-        if after.get(name) is not buffer:
-            raise CaptureError(
-                f"forward assigns a new tensor to the model's buffer '{name}', which "
-                "has no meaning when ranks run different microbatches",
-                fix="keep running statistics out of forward, or freeze them with "
-                ".eval()",
-            )
+    def _refuse_new_buffers(self, before: Mapping[str, torch.Tensor]) -> None:
+        """`self.count = self.count + 1` leaves no trace in the exported graph. A table
+        that is made anew, of what stays as it is, is the same in each step."""
+        after = dict(self.model.named_buffers())
+        new = {name for name, x in before.items() if after.get(name) is not x}
+        for name in sorted(new):
+            of = self.unseen.known.buffers_of(after.get(name))
+            if of is None or of & new:
+                raise CaptureError(
+                    f"forward assigns a new tensor to the model's buffer '{name}', "
+                    "which has no meaning when ranks run different microbatches",
+                    fix="keep running statistics out of forward, or freeze them with "
+                    ".eval()",
+                )
