@@ -182,7 +182,7 @@ class HeldState:
         missing and unexpected. Raises: ModelMismatch for them if strict, and for shapes
         that differ; nothing is changed then.
         """
-        state = state if strict else by_source(self, state)
+        state = by_source(self, state)
         try:
             differing = check_state_dict(self, state, strict)
         except AutoparError as error:

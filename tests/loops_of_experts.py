@@ -167,6 +167,17 @@ def other_numbers(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def without_a_bias(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """The last expert has none."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(chosen == e)
+        bias = None if e == len(m.experts) - 1 else expert[3].bias
+        h = expert[:3](x[row])
+        y[row] += F.linear(h, expert[3].weight, bias) * weight[row, place, None]
+    return y
+
+
 def not_all(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     for e, expert in enumerate(m.experts[:-1]):
@@ -273,7 +284,7 @@ def by_token(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 DIFFERING = (
     other_work, other_numbers, not_all, the_next_expert, onto_before, the_last_counts,
-    shown_between, one_beside_the_last,
+    shown_between, one_beside_the_last, without_a_bias,
 )  # fmt: skip
 
 REFUSED = (in_another_order, onto_few_places, by_token, of_columns)

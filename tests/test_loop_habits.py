@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -163,6 +164,27 @@ def averages_in_their_place(m: Any, compute: Compute) -> list[Tensor]:
     return losses
 
 
+def rates_by_name(m: Any, compute: Compute) -> list[Tensor]:
+    """Each parameter in a group of its own; of a rank, it has other experts in them."""
+    groups = [
+        {"params": [p], "lr": 1e-3 * (1 + crc32(name.partition("[")[0].encode()) % 7)}
+        for name, p in m.named_parameters()
+    ]
+    return loop(AdamW(groups), compute)
+
+
+def one_part(m: Any, compute: Compute) -> list[Tensor]:
+    """Which ranks may have nothing of."""
+    named = m.named_parameters()
+    own = [p for n, p in named if n.startswith(("h.0.", "layers.0.experts.1."))]
+    optimizer, losses = SGD([{"params": own}], lr=0.1), []
+    for i in range(STEPS):
+        m.zero_grad()
+        losses.append(compute(i))
+        optimizer.step()
+    return losses
+
+
 def frozen_for_a_while(m: Any, compute: Compute) -> list[Tensor]:
     """A layer, or an expert, whose gradients stay as they are meanwhile."""
     optimizer = AdamW(m.parameters(), lr=1e-2, weight_decay=0.1)
@@ -222,6 +244,7 @@ HABITS: Mapping[str, Habit] = {
         for habit in (
             *(by_name, a_group_added, accumulated, averaged_by_hand, decayed_by_hand),
             *(resumed, slow_weights, perturbed, without_an_optimizer, seeded),
+            *(rates_by_name, one_part),
             *(averages_in_their_place, frozen_for_a_while, one_without_gradients),
             under_anomaly_detection,
         )

@@ -231,6 +231,12 @@ def test_a_tied_weight_loads_by_either_of_its_names() -> None:
     state["lm_head.weight"] = value
     assert step.load_state_dict(state, strict=False).missing_keys == []
     assert torch.equal(step.state_dict()["transformer.wte.weight"], value)
+    both = {**step.state_dict(), "lm_head.weight": value - 1}
+    step.load_state_dict(both)
+    case = build("gpt2")
+    case.model.load_state_dict(both)
+    for name, of_module in case.model.state_dict().items():
+        assert torch.equal(step.state_dict()[name], of_module)
 
 
 def test_parameters_are_asked_for_as_those_of_a_module() -> None:

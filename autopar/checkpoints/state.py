@@ -104,9 +104,11 @@ def check_state_dict(
 
 
 def by_source(step: HeldState, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same, with tied weights also by the name that the program has for them."""
-    aliases = step.program.aliases.items()
-    return {**{name: state[a] for a, name in aliases if a in state}, **state}
+    """The same, with tied weights also by the name that the program has for them: the
+    value of the last of their names, as a module takes it."""
+    aliases = step.program.aliases
+    own = {aliases.get(name, name): state[name] for name in step.names if name in state}
+    return {**state, **own}
 
 
 @torch.no_grad()

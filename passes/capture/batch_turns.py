@@ -81,11 +81,11 @@ class TurnBatch:
         if node.op == CHOOSES:
             self._choose(node)
             return None
+        self.values.check_alike(nodes)  # so they have as many operands
         columns = dict.fromkeys(zip(*(n.operands for n in nodes), strict=True))
         table = {column[self.last].name: self.operand(column) for column in columns}
         if len(table) < len(columns):  # what is one in the last turn are two in others
             raise TurnsDiffer
-        self.values.check_alike(nodes)
         self._order(table)
         if is_accumulated(node, self.dims):
             return self._accumulate(node, nodes, table)

@@ -201,12 +201,13 @@ def _optimizers(name: str, values: Mapping[int, Any]) -> AutoparError | None:
         idle = [rank for rank, made in held.items() if not made]
         return ModelMismatch(
             f"{ranks_text(idle)} did not call optimizer.step(), but others did",
-            fix="update on all ranks: none has another rank's part of the weights",
+            fix="update on all ranks: none has another rank's part of the weights; "
+            "where it has none of those to update, AdamW([{'params': []}])",
         )
     first: dict[str, tuple[int, Any]] = {}
     for rank, made in held.items():
         for kind, options in made:
-            if sum(other == kind for other, _ in made) != 1:
+            if options is None or sum(other == kind for other, _ in made) != 1:
                 continue
             before, expected = first.setdefault(kind, (rank, options))
             for option in {**expected, **options}:

@@ -82,7 +82,7 @@ class Updates:
         # How many parameters each group of an optimizer had when it was looked at.
         self._known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
         # Of the updates since the last step.
-        self._made: list[tuple[str, dict[str, Any]]] = []
+        self._made: list[tuple[str, dict[str, Any] | None]] = []
         self._groups: Facts = {}
         # Of each, a parameter, and its gradient as it was.
         self._used: list[tuple[Tensor, Tensor, int]] = []
@@ -109,7 +109,7 @@ class Updates:
         held = tuple(map(len, groups))
         params = [p for group in groups for p in group]
         names = [self._names.get(id(p)) for p in params]
-        if not any(names):
+        if params and not any(names):
             holder = f"{type(optimizer).__name__} holds"
             self.check_originals(
                 holder, params, "make the optimizer of step.parameters()"
@@ -218,14 +218,20 @@ class Updates:
     # --- what ranks must have alike ------------------------------------------------
 
     def _note(self, optimizer: Optimizer) -> None:
+        """Options of groups in which are experts alone are those of this rank: others
+        have other experts, which may be in another number of groups and optimizers."""
         kind, groups = type(optimizer).__name__, dict(self._groups)
-        self._made.append((kind, plain(optimizer.defaults)))
-        again = f" in update {len(self._made)}" if len(self._made) > 1 else ""
-        for i, group in enumerate(optimizer.param_groups):
+        of_all = []
+        for group in optimizer.param_groups:
             named = (self._names.get(id(p), "") for p in group["params"])
-            names = [name for name in named if self._is_of_all(name)]
-            options = {"parameters": digest_of_text(str(names)), **plain(group)}
+            if names := [name for name in named if self._is_of_all(name)]:
+                names_and_options = {"parameters": digest_of_text(str(names))}
+                of_all.append({**names_and_options, **plain(group)})
+        before = sum(options is not None for _, options in self._made)
+        again = f" in update {before + 1}" if before else ""
+        for i, options in enumerate(of_all):
             groups["options", f"{kind}'s group {i}{again}"] = options
+        self._made.append((kind, plain(optimizer.defaults) if of_all else None))
         self._groups = groups
 
     def _is_of_all(self, name: str) -> bool:
@@ -237,7 +243,8 @@ class Updates:
         """What all ranks must have alike of the updates since the last call, and what
         those of a stage must.
 
-        All: what the optimizers were made with (None: there is nothing to update here).
+        All: what the optimizers were made with (None: there is nothing to update here;
+        of one of experts alone, or of nothing here: it is for this rank to say).
         Of a stage: the options and names of each group, and what is frozen by now.
         """
         made, groups = sorted(self._made, key=str), dict(self._groups)
