@@ -206,6 +206,14 @@ def without_gradient(x: Tensor) -> Tensor:
         return Square.apply(x.detach()) + x
 
 
+def of_some_rows(x: Tensor) -> Tensor:
+    """Without rows, y wants no gradient."""
+    y, mask = torch.zeros_like(x), x.sum(-1) > 0
+    if mask.any():
+        y[mask] += x[mask].tanh()
+    return Penalty.apply(y, x.sum((1, 2)))
+
+
 def mapped(x: Tensor) -> Tensor:
     with torch.no_grad():
         mean = x.mean()
@@ -226,6 +234,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "clipped where numbers are large": lambda x: Clipped.apply(20 * x),
     "a loss of its own": lambda x: Penalty.apply(x, x.sum((1, 2))),
     "a loss of its own for what has no gradient": lambda x: Penalty.apply(x, x.data),
+    "a loss of its own beside rows that may be none": of_some_rows,
     "a gradient of its own": Noticed.apply,
     "no gradient": lambda x: x + Mapped.apply(x, torch.tanh, lambda dy: None),
     "without gradient within": Without.apply,

@@ -70,13 +70,14 @@ class Functions:
 
         def apply(cls: Apply, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             call, place = Call(cls, tuple(map(shape_of, args)), at_work()), tuple(count)
+            call = call.with_wants_of(self.calls.get(place))
             count[-1] += 1
             count.append(0)
             try:
                 if torch.is_grad_enabled() and any(wants(a) for a in call.args):
                     self.calls[place] = call
                     if place in self.own:
-                        made, dxs = with_backward(cls, *args)
+                        made, dxs = with_backward(call, *args)
                         for i in self.own[place]:
                             self.added.append((dxs[i].detach() * args[i]).sum())
                         return made
@@ -122,7 +123,7 @@ def _own_backward(call: Call) -> tuple[int, ...] | None:
             error = problem
             continue
         try:
-            if _is_derivative(call, partial(_linear, call.function), short):
+            if _is_derivative(call, partial(_linear, call), short):
                 return constant
         except Exception as problem:
             error = problem
@@ -141,8 +142,8 @@ def _own_backward(call: Call) -> tuple[int, ...] | None:
     ) from error
 
 
-def _linear(cls: Apply, *args: Any) -> Any:
-    return with_backward(cls, *args)[0]
+def _linear(call: Call, *args: Any) -> Any:
+    return with_backward(call, *args)[0]
 
 
 def _constants(call: Call, short: bool) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ forward, or with its own backward."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ class Call:
     def kind(self) -> tuple[object, ...]:
         return (self.function, *map(repr, self.args))
 
+    def with_wants_of(self, other: Call | None) -> Call:
+        """The call, where what had wanted a gradient in another reading wants it too:
+        without rows, y[rows] += f(x) is of nothing that has one."""
+        if other is None or other.function is not self.function:
+            return self
+        pairs = zip(self.args, other.args, strict=False)
+        args = [replace(a, wants_gradient=True) if wants(b) else a for a, b in pairs]
+        return replace(self, args=tuple(args))
+
 
 class _Context(FunctionCtx):
     """What forward leaves to backward, without autograd."""
@@ -69,22 +78,23 @@ def _run(cls: Apply, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return ctx, made
 
 
-def with_backward(cls: Apply, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+def with_backward(call: Call, *args: Any) -> tuple[Any, tuple[Any, ...]]:
     """Run a Function's forward as plain operations whose derivative is its backward.
 
     The backward dx = B dy + c of y = f(x) is differentiated by dy, so that z = B^T x is
     made of plain operations, and the derivative of z by x is B. Returns y, and c.
     """
+    wanted = tuple(map(wants, call.args))
     # Some backwards ask which arguments had wanted a gradient.
     inner = tuple(
-        a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
-        for a in args
+        a.detach().requires_grad_(want) if isinstance(a, Tensor) else a
+        for a, want in zip(args, wanted, strict=True)
     )
     with torch.no_grad():
-        ctx, made = _run(cls, *inner)
+        ctx, made = _run(call.function, *inner)
     if getattr(ctx, "dirty_tensors", ()):
         raise ValueError("its forward writes in place")
-    ctx.needs_input_grad = tuple(wants(shape_of(a)) for a in args)
+    ctx.needs_input_grad = wanted
     constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
     ys = made if isinstance(made, tuple) else (made,)
     flows = [
@@ -100,12 +110,12 @@ def with_backward(cls: Apply, *args: Any) -> tuple[Any, tuple[Any, ...]]:
             torch.zeros_like(y).requires_grad_(flow) if isinstance(y, Tensor) else None
             for y, flow in zip(ys, flows, strict=True)
         ]
-        dxs = _differentiable_backward(cls)(ctx, *dys)
+        dxs = _differentiable_backward(call.function)(ctx, *dys)
         dxs = dxs if isinstance(dxs, tuple) else (dxs,)
         pairs = [
             (dx, x)
-            for dx, x in zip(dxs, args, strict=False)
-            if isinstance(x, Tensor) and x.requires_grad and _depends(dx)
+            for dx, x, want in zip(dxs, args, wanted, strict=False)
+            if want and _depends(dx)
         ]
         ends = [dy for dy, flow in zip(dys, flows, strict=True) if flow]
         terms = [dx for dx, _ in pairs], ends, [x for _, x in pairs]
