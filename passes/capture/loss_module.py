@@ -12,6 +12,7 @@ from torch import nn
 from ..capture.call_model import call_model
 from ..capture.compiling import Compiling
 from ..capture.custom_functions import Functions
+from ..capture.distributions import distributions_unchecked
 from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import rows_listed
@@ -66,6 +67,7 @@ class LossModule(nn.Module):
             self.compiling.answers(),
             flex_as_attention(),
             lstm_states_shaped(),
+            distributions_unchecked(),
         ):
             fields = {**batch, **self.static}
             try:
