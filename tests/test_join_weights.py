@@ -98,7 +98,9 @@ def test_what_is_read_elsewhere_too_stays_apart() -> None:
     one, other, frozen = build(both), build(beside), build(all_experts)
     frozen.model.layers[1].linear.weight.requires_grad_(False)
     for case in (one, other, frozen):
-        assert not trace(case.model, case.batch).joined
+        traced = trace(case.model, case.batch)
+        told = any("are frozen then" in line for line in traced.remarks)
+        assert not traced.joined and told is (case is frozen)
         case.verify("tp=2", 1)
 
 

@@ -8,7 +8,7 @@ remembered (`Traced.joined`), for those who read and write parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -76,6 +76,26 @@ def _is_joined(
             for name in names
             for other in readers[name]
         )
+    )
+
+
+def remark_on_frozen(
+    graph: Graph, kind_of: Callable[[str], Hashable], trainable: Collection[str]
+) -> tuple[str, ...]:
+    """Which stacks would be one parameter, were not some of it frozen."""
+    _, sources = join_weights(graph, kind_of)
+    mixed = [
+        name
+        for name, own in sources.items()
+        if len({source in trainable for source in own}) > 1
+    ]
+    if not mixed:
+        return ()
+    more = f" and {len(mixed) - 1} more" if mixed[1:] else ""
+    return (
+        f"each rank has all of {mixed[0]}{more}, of which some want a gradient and "
+        "some do not; where all do as the step is compiled, and some of "
+        "step.named_parameters() are frozen then, a rank of ep has its own",
     )
 
 

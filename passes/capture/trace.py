@@ -28,7 +28,7 @@ from ..capture.find_repeats import Ran, Watch, only_layers
 from ..capture.functionalize import functionalize
 from ..capture.grouped_products import shapes_of_grouped_products
 from ..capture.guards import Reading
-from ..capture.join_weights import join_weights
+from ..capture.join_weights import join_weights, remark_on_frozen
 from ..capture.lean_export import lean_export
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
@@ -90,6 +90,7 @@ def trace(
     _refuse_sources(graph, names)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     trainable = traced.trainable
+    remarks += remark_on_frozen(graph, dtypes.get, trainable)
     graph, joined = join_weights(graph, lambda p: (dtypes.get(p), p in trainable))
     for name, (first, *others) in joined.items():
         dtypes[name] = dtypes[first]
