@@ -13,6 +13,8 @@ from models import Block, Stack, next_token_loss, randomize, token_batch
 from test_unseen import Binary
 from torch import Tensor, nn
 
+from autopar.passes.errors import CaptureError
+
 HEADS, SIZE, FFN, BATCH, SEQ = 4, 8, 96, 8, 16
 MESHES = ("pp=2,tp=2", "dp=2,tp=2")
 sdpa = F.scaled_dot_product_attention
@@ -159,6 +161,25 @@ def test_attention_may_be_causal_beside_a_mask() -> None:
 
 def test_what_no_grad_gives_as_it_is_keeps_its_gradient() -> None:
     case(partial(Written, "mlp", looked_at)).verify("dp=2", 1)
+
+
+def capped(x: Tensor, most: float) -> Tensor:
+    return (x / most).tanh() * most
+
+
+LOADED = torch.jit.CompilationUnit("def twice(x):\n  return 2 * x\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_function_of_torchscript_keeps_its_derivative() -> None:
+    scripted = torch.jit.script(capped)
+    one = case(partial(Written, "mlp", lambda m, x: scripted(x, 3.0)))
+    for _ in range(3):  # by then it derives itself
+        loss(one.model(one.batch["input_ids"]), one.batch).backward()
+    one.verify("dp=2", 1)
+    without_python = case(partial(Written, "mlp", lambda m, x: LOADED.twice(x)))
+    with pytest.raises(CaptureError, match=r"'twice'.*\n  at   test_habits\.py:\d+"):
+        without_python.trace()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import rows_listed
 from ..capture.lstm_states import lstm_states_shaped
+from ..capture.scripted import scripts_as_python
 from ..capture.unseen import Unseen
 from ..capture.values_read import capture_failed, reads_values
 from ..errors import CaptureError
@@ -68,6 +69,7 @@ class LossModule(nn.Module):
             flex_as_attention(),
             lstm_states_shaped(),
             distributions_unchecked(),
+            scripts_as_python(),
         ):
             fields = {**batch, **self.static}
             try:
