@@ -228,3 +228,27 @@ def test_weights_that_are_tied_by_their_memory_alone() -> None:
     refuse_shared_memory(model)
     model[1].weight = model[0].weight
     refuse_shared_memory(model)
+
+
+def scripted() -> nn.Module:
+    class Scripted(torch.jit.ScriptModule):
+        @torch.jit.script_method
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh()
+
+    return Scripted()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.jit.script(nn.Linear(3, 3)),
+        lambda: torch.jit.trace(nn.Linear(3, 3), torch.ones(2, 3)),
+        scripted,
+    ],
+)
+def test_modules_of_torchscript_are_refused_by_name(make: Callable[[], Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), make())
+    with pytest.raises(CaptureError, match=r"the module '1' is of TorchScript"):
+        capture_model(model, {"input": torch.ones(2, 3)}, lambda out, batch: out.sum())

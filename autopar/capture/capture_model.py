@@ -17,6 +17,7 @@ from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.capture.unusable_tensors import refuse_unusable
 from autopar.passes.capture.find_repeats import find_repeats
 from autopar.passes.capture.mixed_precision import Lowering
+from autopar.passes.capture.scripted import refuse_scripted
 from autopar.passes.capture.trace import run_without_data, trace
 from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
@@ -44,6 +45,7 @@ def capture_model(
     """
 
     tell("capturing the model")
+    refuse_scripted(model)
     refuse_unusable(model)
     as_found = AsFound.of(model, loss_fn)
     chance = Chance(as_found.generators)

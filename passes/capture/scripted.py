@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..capture.user_frames import at_work
 from ..errors import CaptureError
@@ -39,3 +40,15 @@ def scripts_as_python() -> Iterator[None]:
         yield
     finally:
         functions.__call__ = usual
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raises CaptureError for a module that TorchScript has made its own."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"the module '{name}' is of TorchScript, whose derivative is not seen "
+                "in a capture",
+                fix="give it as it is before torch.jit.script or torch.jit.trace; a "
+                "torch.jit.ScriptModule as an nn.Module, without script_method",
+            )
