@@ -245,3 +245,27 @@ def test_a_proof_says_how(tmp_path: Any) -> None:
     assert program.proof is not None and program.proof.model.by == NUMBERS
     assert "captured as the model computes" in str(program.proof)
     assert replace(program.proof).to_data()["model"]["by"] == NUMBERS
+
+
+class Tabled(Net):
+    """Asks what is in a buffer, and keeps what its first forward makes of it, in a
+    precision of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(self.turned)
+        self.register_buffer("angles", torch.linspace(0.1, 1, 2 * WIDTH))
+        self.table: Tensor | None = None
+
+    def turned(self, x: Tensor) -> Tensor:
+        if self.angles[0] == 0 or self.table is None:
+            self.table = self.angles.cos().bfloat16()
+        return x * self.table.type_as(x)
+
+
+def test_tables_that_forward_keeps_are_those_of_each_precision() -> None:
+    made = beside(Tabled(), batch(), 1)
+    assert made.by == NUMBERS and made.error < 1e-12
+
+
+def test_what_was_asked_of_a_buffer_is_not_asked_of_one_in_double() -> None:
+    assert autopar.compile(Tabled(), "tp=1", example_inputs=batch()).program.known

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType, ModuleType
@@ -274,3 +275,15 @@ def counters(changes: list[Change]) -> list[Change]:
         for c in changes
         if isinstance(c.before, NUMBERS) and isinstance(c.after, NUMBERS)
     ]
+
+
+@contextmanager
+def left_as_found(
+    model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Iterator[None]:
+    """Around forwards whose changes are put back."""
+    as_found = AsFound.of(model, loss_fn)
+    try:
+        yield
+    finally:
+        as_found.put_back()

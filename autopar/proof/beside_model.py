@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.capture.left_as_found import AsFound
+from autopar.capture.left_as_found import AsFound, left_as_found
 from autopar.capture.shorten import shortened
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.called import Call, Calls
@@ -77,8 +77,7 @@ def run_beside_model(
     if any(p.is_meta for p in untouched.model.parameters()):
         return Beside(why="it has no weights here")
     tell("proof: the untouched model")
-    as_found = AsFound.of(untouched.model, untouched.loss_fn)
-    try:
+    with left_as_found(untouched.model, untouched.loss_fn):
         if flops <= LITTLE:
             return _compare_numbers(untouched, traced, seed)
         few = replace(untouched, batch=_few_tokens(untouched.batch))
@@ -87,8 +86,6 @@ def run_beside_model(
                 return replace(beside, layers=(layers.kept, layers.total))
         # All of them, where forward looks for its layers by their numbers.
         return _compare_calls(few, seed)
-    finally:
-        as_found.put_back()
 
 
 # --- numbers --------------------------------------------------------------------
@@ -122,10 +119,12 @@ def _compare_numbers(untouched: Untouched, traced: Traced, seed: int) -> Beside:
 def _limits(
     untouched: Untouched, values: ByName, inputs: ByName, key: int | None
 ) -> tuple[torch.finfo, ...]:
-    """The limits of dtypes that forward asks for where it is captured."""
+    """The limits of dtypes that forward asks for where it is captured. Tables that it
+    keeps for later are not those of a forward in double precision."""
     model, precision = untouched.model, untouched.precision
     batch = {**untouched.batch, **inputs}
     with (
+        left_as_found(model, untouched.loss_fn),
         with_values(model, values),
         parameters_in(model, precision),
         OurChance(key),
@@ -147,6 +146,7 @@ def _in_double(
     model = untouched.model
     batch = tree_in_double({**untouched.batch, **inputs})
     with (
+        left_as_found(model, untouched.loss_fn),
         with_values(model, tree_in_double(values)),
         Arithmetic(double=True),
         Limits(limits),

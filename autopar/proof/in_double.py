@@ -60,7 +60,8 @@ def grouped_mm(
 
 
 def program_in_double(program: Program) -> Program:
-    """The same program, with every real number in float64. Casts stay, as copies."""
+    """The same program, with every real number in float64. Casts stay, as copies. What
+    forward asked of its buffers, it has not asked of these."""
 
     def name(dtype: str) -> str:
         dtype_named = getattr(torch, dtype)
@@ -75,6 +76,7 @@ def program_in_double(program: Program) -> Program:
         modules={key: _text_in_double(text) for key, text in program.modules.items()},
         tensors={k: spec(v) for k, v in program.tensors.items()},
         buffers={k: spec(v) for k, v in program.buffers.items()},
+        known={},
         inputs={k: (shape, name(d)) for k, (shape, d) in program.inputs.items()},
         literals={k: in_double(x) for k, x in program.literals.items()},
         loss_dtype=name(program.loss_dtype),
