@@ -109,7 +109,7 @@ def test_turns_that_differ_stay_as_they_are(add: Callable[..., Tensor]) -> None:
     traced = trace(one.model, one.batch)
     assert not traced.joined and "each turn of the loop" in traced.remarks[0]
     if add is other_numbers:
-        assert "(turns differ: 'mul' at models_of_rows.py" in traced.remarks[0]
+        assert "(turns differ: 'mul' at loops_of_experts.py" in traced.remarks[0]
     one.verify("dp=2", 1)
 
 

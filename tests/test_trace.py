@@ -339,6 +339,23 @@ def test_nodes_know_their_module_and_line() -> None:
     assert "self.up(x)" in lines[1]
 
 
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def test_what_forward_calls_of_its_own_is_known_by_its_line() -> None:
+    def loss(out: Any, batch: Any) -> Tensor:
+        return halved(out[1].exp()).mean()
+
+    model = Model(lambda loss, out: (loss, halved(out.tanh())))
+    places = {n.name: n.location for n in trace(model, batch(), loss).graph.nodes}
+    lines = {
+        f: f"test_trace.py:{f.__code__.co_firstlineno + 1}" for f in (halved, loss)
+    }
+    assert places["aten.div"].source == lines[halved]
+    assert places["aten.mean"].source == lines[loss]
+
+
 def test_a_region_without_gradient_is_part_of_the_graph() -> None:
     class Target(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

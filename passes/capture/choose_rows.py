@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -180,8 +179,13 @@ def remark_on_loops(
     """Remarks on what computes all rows several times, such as each expert of a loop.
     elsewhere: the one line that all of a loss function is said to be at. differing:
     what stands in the way of one step for all turns."""
-    turns = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
-    lines = [at for at, times in turns.items() if times > 1 and at != elsewhere]
+    made = graph.producers()
+    masks: dict[tuple[str, str, str], set[str]] = {}  # by where each is made, and how
+    for node in graph.nodes:
+        if node.op == CHOOSES and (maker := made.get(node.operands[0].name)):
+            turn = node.location.source, maker.op, maker.location.source
+            masks.setdefault(turn, set()).add(node.operands[0].name)
+    lines = [at for (at, *_), own in masks.items() if len(own) > 1 and at != elsewhere]
     if not lines:
         return ()
     why = f" (turns differ: {', '.join(differing[:3])})" if differing else ""

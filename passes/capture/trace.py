@@ -9,6 +9,7 @@ device are traced as fake ones, so a model need not fit in memory.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -327,7 +328,8 @@ def _place_of(wrapper: LossModule) -> str:
     function = wrapper.model if wrapper.loss_fn is None else wrapper.loss_fn
     called = type(function).__call__
     called = function.forward if isinstance(function, nn.Module) else called
-    code = getattr(function, "__code__", getattr(called, "__code__", None))
+    written = inspect.unwrap(called)
+    code = getattr(function, "__code__", getattr(written, "__code__", None))
     if code is None:
         return ""
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
