@@ -17,6 +17,7 @@
                propagate           Sharded   which axis splits which dim, of every value
                cut_weights         Sharded   pieces, of a weight that is used in pieces
                insert_collectives  Lowered   every move between shardings is an op
+               sort_rows           Lowered   rows lie in the order of their experts
                few_layers.whole    Lowered   that of all layers, from that of the few
     stage      split_stages        Staged    pipeline stages of balanced cost
                localize                      from global shapes to one rank's own

@@ -28,6 +28,7 @@ from .shard.propagate import propagate
 from .shard.query_groups import group_remark, split_groups
 from .shard.remarks import find_remarks
 from .shard.separable import reads_whole
+from .shard.sort_rows import sort_rows
 from .stage.split_stages import split_stages
 from .watch import Watch
 
@@ -102,8 +103,11 @@ def lower(
         watch("cut_weights", sharded)
     lowered = insert_collectives(sharded)
     watch("insert_collectives", lowered)
+    ordered = sort_rows(lowered)
+    if ordered is not lowered:
+        watch("sort_rows", ordered)
     remarks = (*group_remark(named, asked, plan), *find_remarks(sharded))
-    return lowered, remarks
+    return ordered, remarks
 
 
 def check_sources(traced: Traced) -> None:

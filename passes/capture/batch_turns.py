@@ -20,7 +20,7 @@ from ..capture.choices import (
 from ..capture.compare_readings import ZEROS
 from ..capture.join_weights import enclosing
 from ..capture.rewrite import Rewriter
-from ..capture.rows import CHOOSES, Rows, along, is_accumulated
+from ..capture.rows import CHOOSES, is_accumulated
 from ..capture.turn_values import Stacked, TurnsDiffer, TurnValues, Weighed
 from ..capture.turn_writes import (
     Accumulated,
@@ -33,6 +33,7 @@ from ..capture.turn_writes import (
 )
 from ..graph import Graph, Node, Value
 from ..ops.op import op_of
+from ..ops.row_dims import along
 from ..ops.rules import is_pointwise
 
 
@@ -154,7 +155,7 @@ class TurnBatch:
     def _rowwise(self, node: Node, table: dict[str, Any]) -> tuple[Sequence[Any], int]:
         """What a node makes of rows, and the dim that goes along them."""
         if len(node.outs) > 1:
-            dim = along(node, self._rows_of)
+            dim = along(node, self._dim_of)
             if dim is None:
                 raise TurnsDiffer
             return self._same(node, table, dim), dim
@@ -165,7 +166,7 @@ class TurnBatch:
         """The same of a node with one result."""
         if node.name in ("aten.index", "aten.index_select"):
             return self._index(node, table)
-        dim = along(node, self._rows_of)
+        dim = along(node, self._dim_of)
         if dim is None:
             raise TurnsDiffer
         first = table[node.operands[0].name]
@@ -182,9 +183,8 @@ class TurnBatch:
             return self._norm(node, table), dim
         return self._same(node, table, dim)[0], dim
 
-    def _rows_of(self, v: Value) -> Rows | None:
-        dim = self.dims.get(v.name)
-        return None if dim is None else Rows(v, "", "", (v.shape[dim],), dim)
+    def _dim_of(self, v: Value) -> int | None:
+        return self.dims.get(v.name)
 
     def _index(self, node: Node, table: dict[str, Any]) -> tuple[Rowwise, int]:
         """`x[rows]`, `x[rows, place]`."""

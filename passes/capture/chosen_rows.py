@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from ..capture.decompose_composites import broadcast_tensors, expand_as
-from ..capture.distinct import dim_after, one_at_most
+from ..capture.distinct import one_at_most
 from ..capture.reduce_rows import REDUCTIONS, reduced
 from ..capture.rewrite import Rewriter, Rule
-from ..capture.rows import ADDING, CHOOSES, Rows, along
+from ..capture.rows import ADDING, CHOOSES, Rows
 from ..capture.values_read import WITHOUT_ROWS
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short
 from ..ops.arguments import arguments
 from ..ops.finite import keeps_finite, not_finite
 from ..ops.op import is_view, op_of, shows_all
+from ..ops.row_dims import along, dim_after
 from ..ops.rules import is_pointwise
 
 SEEDED = torch.Tag.nondeterministic_seeded
@@ -124,6 +125,10 @@ class Keeper:
         """The rows chosen along a value, if any."""
         return self.rows.get(v.name) if isinstance(v, Value) else None
 
+    def dim_of(self, v: Value) -> int | None:
+        """The dim that goes along chosen rows, if any does."""
+        return rows.dim if (rows := self.of(v)) else None
+
     def noted(self, v: Value, rows: Rows, dim: int) -> Value:
         """Notes that v has the rows along dim; returns v."""
         self.rows[v.name] = replace(rows, dim=dim, factor=None)
@@ -191,7 +196,7 @@ class Keeper:
         """What is done row by row is done to all of them."""
         if is_pointwise(node) and node.arg("reduction"):
             return reduced(self, node, rows)
-        dim = along(node, self.of)
+        dim = along(node, self.dim_of)
         if dim is None:
             return None
         if (name := LOOKUPS.get(node.name)) and (r := self.of(node.arg(name))):

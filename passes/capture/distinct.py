@@ -3,7 +3,6 @@ token chose differ: compared with a number, no more than one of them is equal.""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from ..graph import Node, Value
 from ..ops.op import op_of
 from ..ops.reductions import topmost
+from ..ops.row_dims import dim_after
 from ..ops.rules import equation
 
 KEPT = ("same", "cast")  # elements of the operand, each at its place
@@ -75,15 +75,3 @@ def _after(node: Node, dim: int) -> int:
     rule = equation(node) if op_of(node).view in ("order", "part") else None
     letters = rule and rule.operands[0][dim]
     return rule.outs[0].index(letters) if rule and letters in rule.outs[0] else -1
-
-
-def dim_after(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int:
-    """Where a dim of a tensor is after a reshape; -1 if it is no dim any more."""
-    return next(
-        (
-            d
-            for d, n in enumerate(new)
-            if n == old[dim] and math.prod(new[:d]) == math.prod(old[:dim])
-        ),
-        -1,
-    )

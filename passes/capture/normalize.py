@@ -104,6 +104,13 @@ def reshape(rewriter: Rewriter, node: Node) -> Value:
     return rewriter.reshape(node.operands[0], node.out.shape)
 
 
+def only_one(rewriter: Rewriter, node: Node) -> Value | None:
+    """The only element along a dim that a view has put there is all of it."""
+    view = rewriter.producer(node.operands[0], "aten.reshape")
+    x = view.operands[0] if view else node.operands[0]
+    return x if x.shape == node.out.shape else None
+
+
 def collapse(rewriter: Rewriter, node: Node) -> Value:
     """A view of a view is one view."""
     x = node.operands[0]
@@ -318,6 +325,7 @@ CLEAN: dict[str, Rule] = {
 
 MEANING: dict[str, Rule] = {
     "aten.reshape": collapse,
+    "aten.select": only_one,
     "aten.add": lambda rewriter, node: (
         looked_up_bias(rewriter, node) or add_number(rewriter, node)
     ),

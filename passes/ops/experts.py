@@ -15,7 +15,10 @@ from ..ops.products import by_columns, of_weight_grad
 
 ROUTE, DISPATCH, COMBINE = "comm.route", "comm.dispatch", "comm.combine"
 ROUTED = (ROUTE, DISPATCH, COMBINE)
+PRODUCT, GROUPED = "autopar.expert_linear", "comm.grouped_linear"
 ROWS, EXPERT, WEIGHT = range(3)  # operands of expert_linear
+GROUP = "comm.group_rows"  # by the order that `passes.shard.sort_rows` gives them
+PERMUTE, UNPERMUTE = "autopar.permute_rows", "autopar.unpermute_rows"
 
 
 def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
@@ -56,6 +59,24 @@ def home_again(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | 
     return [cts.emit(back, x, node, dys[0], *how), None, None]
 
 
+def grouped(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
+    """The same of rows that lie together."""
+    x, w, ends = node.named("x weight ends")
+    dw = cts.to_weight(w, "comm.grouped_weight_grad_", node, dys[0], x, ends)
+    back = "comm.grouped_linear_transposed"
+    dx = cts.emit(back, x, node, dys[0], w, ends) if cts.wanted(x) else None
+    return [dx, dw, None]
+
+
+def back_in_order(
+    cts: Cotangents, node: Node, dys: OutCotangents
+) -> list[Value | None]:
+    """Gradients of rows lie as the rows do."""
+    back = UNPERMUTE if node.op == PERMUTE else PERMUTE
+    x, places = node.named("x places")
+    return [cts.emit(back, x, node, dys[0], places), None]
+
+
 def rows(node: Node) -> int:
     """Rows in the order in which they leave, or arrive."""
     return node.operands[0].bytes
@@ -63,7 +84,7 @@ def rows(node: Node) -> int:
 
 OPS = (
     Op(
-        "autopar.expert_linear",
+        PRODUCT,
         "x expert weight",
         "s k+, s, e@ n k+ -> s n",
         "(x(b, c), ints(b), x(a, d, c))",
@@ -92,6 +113,21 @@ OPS = (
         "into dy x expert experts axes",
         flops=of_weight_grad,
     ),
+    Op(GROUP, "expert experts axes", workspace=rows),
+    *(
+        Op(name, "x places", derivative=back_in_order, row_by_row=True)
+        for name in (PERMUTE, UNPERMUTE)
+    ),
+    Op(
+        GROUPED,
+        "x weight ends",
+        flops=by_columns,
+        weights="weight",
+        is_product=True,
+        derivative=grouped,
+    ),
+    Op("comm.grouped_linear_transposed", "dy weight ends", flops=by_columns),
+    Op("comm.grouped_weight_grad_", "into dy x ends", flops=of_weight_grad),
     Op(ROUTE, "expert axes experts", kind="all_to_all", workspace=rows),
     *(
         Op(

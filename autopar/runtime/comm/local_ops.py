@@ -212,6 +212,35 @@ class LocalOps(Placement):
         mine = self._expert(expert, experts, axes)
         return products.expert_weight_grad_(grad, dy, x, mine)
 
+    def group_rows(
+        self, expert: Tensor, experts: int, axes: tuple[str, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """expert [rows] -> the same in the order of my experts, those of others at the
+        end; where each was [rows]; where my experts' rows end, int32 [my experts]."""
+        kernels.check_indices(expert, experts)
+        mine = self._expert(expert, experts, axes)
+        count = extent(self.pieces(experts, axes))
+        places, ends = products.by_expert(mine, count)
+        return expert.index_select(0, places), places, ends
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """x [rows, k] in the order of experts, weight [my experts, n, k], ends of their
+        rows [my experts] -> [rows, n], zeros in rows of others' experts."""
+        return products.grouped_linear(x, weight.mT, ends)
+
+    def grouped_linear_transposed(
+        self, dy: Tensor, weight: Tensor, ends: Tensor
+    ) -> Tensor:
+        """The gradient of `grouped_linear` for x: dy [rows, n] -> [rows, k]."""
+        return products.grouped_linear(dy, weight, ends)
+
+    def grouped_weight_grad_(
+        self, grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor
+    ) -> Tensor:
+        """Add the gradient of `grouped_linear` for its weight into grad [my experts, n,
+        k]: dy [rows, n], x [rows, k]."""
+        return products.grouped_weight_grad_(grad, dy, x, ends)
+
     def _expert(self, expert: Tensor, experts: int, axes: tuple[str, ...]) -> Tensor:
         """expert [rows] -> which of my own it is, -1 for another rank's."""
         pieces = self.pieces(experts, axes)

@@ -323,6 +323,16 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def permute_rows(x: Tensor, places: Tensor) -> Tensor:
+    """x [rows, ...] -> the rows that were at these places, in their order."""
+    return x.index_select(0, places)
+
+
+def unpermute_rows(x: Tensor, places: Tensor) -> Tensor:
+    """The inverse of `permute_rows`, and its transpose."""
+    return torch.empty_like(x).index_copy_(0, places, x)
+
+
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [..., K], weight [K, N], bias [N] -> x @ weight + bias [..., N]."""
     y = torch.addmm(bias, _rows(x), weight)

@@ -12,10 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.runtime.kernels import linear_weight_grad_
+from autopar.runtime.kernels import linear_weight_grad_, unpermute_rows
 
 ALIGNED = 16  # bytes at whose multiples the grouped kernels want rows to begin
 MOST = 1023  # groups that they take
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of one expert after another times its matrix: x [rows, K], weight [E, K, N],
+    where the rows of each end [E] -> [rows, N]; zeros in those behind."""
+    products = _at_once if _fit(x, weight) else _one_by_one
+    return products(x, weight, ends)
+
+
+def grouped_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """grad[expert] += dy^T x of its rows: grad [E, N, K], dy [rows, N], x [rows, K]."""
+    if len(grad) <= MOST and _fit(dy, x):
+        products = F.grouped_mm(dy.mT, x, offs=ends)
+        # An expert without rows may get anything: pytorch/pytorch issue 172439.
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return grad.add_(products.masked_fill_(empty[:, None, None], 0))
+    for one, group in zip(grad, _groups(ends), strict=True):
+        if group.start < group.stop:
+            linear_weight_grad_(one, dy[group], x[group])
+    return grad
 
 
 def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
@@ -25,11 +45,8 @@ def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
     if x.shape[1] == 1:  # as of biases: nothing is summed, and nothing waited for
         place, inside = _place(expert, len(weight))
         return weight[place, 0].mul_(x).masked_fill_(~inside, 0)
-    order, ends = _by_expert(expert, len(weight))
-    x = x[order]
-    products = _at_once if _fit(x, weight) else _one_by_one
-    rows = products(x, weight, ends)
-    return torch.empty_like(rows).index_copy_(0, order, rows)
+    places, ends = by_expert(expert, len(weight))
+    return unpermute_rows(grouped_linear(x[places], weight, ends), places)
 
 
 def expert_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, expert: Tensor) -> Tensor:
@@ -42,17 +59,8 @@ def expert_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, expert: Tensor) -> 
         rows = (dy * x.where(inside, 0)).to(grad.dtype)
         grad[..., 0].index_put_((place,), rows, accumulate=True)
         return grad
-    order, ends = _by_expert(expert, len(grad))
-    dy, x = dy[order], x[order]
-    if len(grad) <= MOST and _fit(dy, x):
-        products = F.grouped_mm(dy.mT, x, offs=ends)
-        # An expert without rows may get anything: pytorch/pytorch issue 172439.
-        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return grad.add_(products.masked_fill_(empty[:, None, None], 0))
-    for one, group in zip(grad, _groups(ends), strict=True):
-        if group.start < group.stop:
-            linear_weight_grad_(one, dy[group], x[group])
-    return grad
+    places, ends = by_expert(expert, len(grad))
+    return grouped_weight_grad_(grad, dy[places], x[places], ends)
 
 
 @cache
@@ -103,7 +111,7 @@ def _place(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return expert.where(inside, 0), inside[:, None]
 
 
-def _by_expert(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def by_expert(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """expert [rows] -> (the rows in the order of their experts, those of none at the
     end, int64 [rows]; where each expert's end, int32 [experts])."""
     inside = expert.where((expert >= 0) & (expert < experts), experts)
