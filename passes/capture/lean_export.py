@@ -23,6 +23,7 @@ from torch.utils._traceback import CapturedTraceback
 from ..capture.user_frames import TORCH, is_users
 
 FORWARD = "forward"
+PYTHON = os.path.dirname(inspect.__file__) + os.sep
 INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -62,9 +63,11 @@ def _belongs(file: str, to: str) -> bool:
 
 @cache
 def folder_of(file: str) -> str:
-    """The folder of a file of an installed package; "" of a user's own."""
+    """The folder of a file of Python's or of an installed package; "" of a user's
+    own."""
     folder = os.path.dirname(file)
-    return folder if set(INSTALLED).intersection(file.split(os.sep)) else ""
+    installed = set(INSTALLED).intersection(file.split(os.sep))
+    return folder if installed or file.startswith(PYTHON) else ""
 
 
 @contextmanager

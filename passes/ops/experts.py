@@ -114,10 +114,7 @@ OPS = (
         flops=of_weight_grad,
     ),
     Op(GROUP, "expert experts axes", workspace=rows),
-    *(
-        Op(name, "x places", derivative=back_in_order, row_by_row=True)
-        for name in (PERMUTE, UNPERMUTE)
-    ),
+    *(Op(name, "x places", derivative=back_in_order) for name in (PERMUTE, UNPERMUTE)),
     Op(
         GROUPED,
         "x weight ends",

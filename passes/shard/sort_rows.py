@@ -4,11 +4,13 @@ A product of rows with the weights of the experts that they chose works on the r
 one expert at a time, so these have to lie together. Each product could bring them
 together and put its result back; here rows are permuted once, before the first product
 of a mixture, and home again after what is done row by row, as Megatron-LM's token
-permutation (`moe_permute`) does. Each rank does so with the rows that it has.
+permutation (`moe_permute`) does. Each rank does so with the rows that it has. Rows of
+a single product are left to it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,9 +37,9 @@ class Order(NamedTuple):
 
 def sort_rows(lowered: Lowered) -> Lowered:
     """The same with rows permuted around products with the weights of experts."""
-    if not any(map(_sums, lowered.graph.nodes)):
-        return lowered
     sorter = _Sorter(lowered)
+    if not any(map(sorter.sums, lowered.graph.nodes)):
+        return lowered
     for node in lowered.graph.nodes:
         sorter.add(node)
     outputs = tuple(map(sorter.home, lowered.graph.outputs))
@@ -67,13 +69,20 @@ class _Sorter:
         made = (v for node in graph.nodes for v in node.results)
         self.builder = Builder.beside((*graph.sources, *made))
         self.dims, self.shardings = {**lowered.dims}, {**lowered.shardings}
+        # By the value that names the experts of rows.
+        sums = filter(_sums, graph.nodes)
+        self.products = Counter(node.operands[EXPERT].name for node in sums)
         self.orders: dict[str, Order] = {}
         self.sorted: dict[str, tuple[Value, Order]] = {}
         self.away: dict[str, Location] = {}
 
+    def sums(self, node: Node) -> bool:
+        """Whether a node is one of several products of rows with their experts."""
+        return _sums(node) and self.products[node.operands[EXPERT].name] > 1
+
     def add(self, node: Node) -> None:
         """Append a node, with what it reads in the order in which it takes rows."""
-        if node.name == PRODUCT and (_sums(node) or self._is_ordered(node)):
+        if self.sums(node) or (node.name == PRODUCT and self._is_ordered(node)):
             self._multiply(node)
         elif (order := self._order_kept(node)) is not None:
             self._append(node, order)
@@ -96,7 +105,7 @@ class _Sorter:
         x, expert, weight = node.operands
         order = self._order(expert, weight, node.location)
         self._permute(x, order, node.location)
-        if _sums(node):
+        if self.sums(node):
             node = replace(node, op=GROUPED, args=(x, weight, order.ends))
         self._append(node, order)
 
