@@ -138,4 +138,22 @@ def of_others(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
-COUNTING = (in_turn, fading, as_many, the_first, all_experts, of_others)
+def the_last(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e in list(chosen.unique())[-1:]:
+        _add(m, x, weight, chosen, int(e), y)
+    return y
+
+
+def chosen_once(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """An expert that several tokens chose has no turn."""
+    y = torch.zeros_like(x)
+    counts = F.one_hot(chosen, len(m.experts)).sum((0, 1))
+    for e in (counts == 1).nonzero().flatten():
+        _add(m, x, weight, chosen, int(e), y)
+    return y
+
+
+COUNTING = (
+    in_turn, fading, as_many, the_first, the_last, all_experts, of_others, chosen_once,
+)  # fmt: skip

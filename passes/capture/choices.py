@@ -232,9 +232,12 @@ def _counting_dim(v: Value, made: Mapping[str, Node]) -> int | None:
 
 
 def _is_one(node: Node, made: Mapping[str, Node]) -> Match | None:
-    """`one_hot(choices) == 1`."""
+    """`one_hot(choices) == 1`; of a sum, if no more than one of it is that number."""
     x, other = node.named("self other")
-    return find_match(x, made) if type(other) is int and other == 1 else None
+    known = find_match(x, made) if type(other) is int and other == 1 else None
+    if known is None or are_distinct(known.choices, known.gone, made):
+        return known
+    return None
 
 
 def _is_not_zero(node: Node) -> bool:

@@ -57,7 +57,8 @@ MOST = 2**14  # times that a line asks: more than experts of all layers
 class Reading(Enum):
     """How a forward is read. ONE: what Python wants a number for, as `len`, is given
     one, else as many as there may be. Of numbers that there are, all are there; but
-    LEFT: the last alone, and MARKED: the others alone are said to be asked about."""
+    LEFT: one in their middle, and MARKED: the others alone are said to be asked about,
+    so that neither the first nor the last one of those that there are is told apart."""
 
     SOME, NONE, ONE, MARKED, LEFT = range(5)
 
@@ -72,8 +73,8 @@ class Guards:
     question that is there to raise an error: the answer for which it does not, and the
     line that raises."""
 
-    def __init__(self, reading: Reading = Reading.SOME) -> None:
-        self.reading = reading
+    def __init__(self) -> None:
+        self.reading = Reading.SOME
         self.numbered = False
         self.present = Present()
         self.read: Read | None = None
@@ -110,7 +111,7 @@ class Guards:
         if func in NORMS and args and not has_shape(x):
             return _norm(*args, **kwargs)
         count = self.present.below(x)
-        if count and func in UNIQUE and len(args) < 2 and not kwargs.get("dim"):
+        if count and func in UNIQUE and len(args) < 2 and kwargs.get("dim") is None:
             if any(kwargs.get(f"return_{extra}") for extra in ("inverse", "counts")):
                 return None
             return self._all_numbers("unique", count, lambda n: (x == n).any())
@@ -172,14 +173,15 @@ class Guards:
     ) -> PresentNumbers:
         """Those below count, of which a call of this name gives what there are. there:
         whether a number is. each: the shape of one."""
-        last = count - 1
-        marked = {Reading.MARKED: last, Reading.LEFT: 0, Reading.NONE: 0}
-        for number in range(marked.get(self.reading, count)):
-            MARK(there(number))
+        every, alone = range(count), count // 2
+        if self.reading in (Reading.SOME, Reading.ONE, Reading.MARKED):
+            for number in every:
+                if self.reading != Reading.MARKED or number != alone:
+                    MARK(there(number))
         self.read = read_here(name, rows=True)
         self.present.asked = True
-        first = {Reading.LEFT: last, Reading.NONE: count}
-        return self.present.of(range(first.get(self.reading, 0), count), each)
+        left = {Reading.LEFT: every[alone : alone + 1], Reading.NONE: every[:0]}
+        return self.present.of(left.get(self.reading, every), each)
 
     def answer(self, x: Tensor, rows: str = "") -> bool:
         """x: a number, whether it is other than 0; or rows, whether there are any,

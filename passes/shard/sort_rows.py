@@ -3,9 +3,9 @@
 A product of rows with the weights of the experts that they chose works on the rows of
 one expert at a time, so these have to lie together. Each product could bring them
 together and put its result back; here rows are permuted once, before the first product
-of a mixture, and home again after what is done row by row, as Megatron-LM's token
-permutation (`moe_permute`) does. Each rank does so with the rows that it has. Rows of
-a single product are left to it.
+of a mixture, and home again after what is done row by row, as Megatron-LM permutes
+tokens (`megatron/core/transformer/moe/moe_utils.py`). Each rank does so with the rows
+that it has. Rows of a single product are left to it.
 """
 
 from __future__ import annotations
