@@ -30,12 +30,32 @@ class CutShort:
 
 
 @dataclass(frozen=True)
+class Loops:
+    """How loops over experts were compared with the one step that each became, small
+    and in float64, as the model itself was not. compared: so many losses and gradients.
+    worst, error: the value that is furthest off, relative. why: they were not, for this
+    reason."""
+
+    compared: int = 0
+    worst: str = ""
+    error: float = 0.0
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.compared:
+            text = f"{self.compared} values, worst '{self.worst}' {self.error:.0e}"
+            return f"; loops over experts as one step: {text}"
+        return f"; loops over experts not compared: {self.why}" if self.why else ""
+
+
+@dataclass(frozen=True)
 class Beside:
     """How the captured graph was compared with the untouched model. by: NUMBERS, a
     step of both in float64, or CALLS, what the model calls of torch, eagerly and while
     it is captured; "": not at all, for the reason `why`. compared: so many losses and
     gradients, or calls. worst, error: the value that is furthest off, relative.
-    layers: how many of how many were run; (0, 0): all."""
+    layers: how many of how many were run; (0, 0): all. loops: how loops over experts
+    were, where no numbers were."""
 
     by: str = ""
     compared: int = 0
@@ -43,8 +63,12 @@ class Beside:
     error: float = 0.0
     layers: tuple[int, int] = (0, 0)
     why: str = "a plan of an earlier version"
+    loops: Loops = Loops()
 
     def __str__(self) -> str:
+        return f"{self._of_model()}{self.loops}"
+
+    def _of_model(self) -> str:
         kept, every = self.layers
         layers = f" of {kept} of {every} layers" if every > kept else ""
         if self.by == NUMBERS:

@@ -5,7 +5,8 @@ Programs are proved against the graph, so a forward that does one thing eagerly 
 another while it is captured would be proved to be what it is not. A model that is small
 runs here as its user runs it, and the graph beside it, both in float64. Of a larger one
 a few layers are called eagerly and as they are when captured, with few tokens: what
-they ask of torch, and with what, must be the same.
+they ask of torch, and with what, must be the same; where loops over experts became one
+step, `beside_loops` compares these.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from autopar.passes.errors import AutoparError, CaptureError
 from autopar.passes.ops.random import DRAWN
 from autopar.passes.proof_record import CALLS, NUMBERS, Beside
 from autopar.progress import tell
+from autopar.proof.beside_loops import compare_loops
 from autopar.proof.differences import differences, result_of_model
 from autopar.proof.drawn import with_values
 from autopar.proof.expected import Limits
@@ -74,6 +76,14 @@ def run_beside_model(
     flops: of a forward of the batch. Raises: VerificationFailed, with the user's line,
     where loss or a gradient is another one.
     """
+    beside = _compare(untouched, traced, flops, seed)
+    if beside.by == NUMBERS or not traced.loops:
+        return beside
+    loops = compare_loops(*traced.loops, real_values(untouched.model), seed)
+    return replace(beside, loops=loops)
+
+
+def _compare(untouched: Untouched, traced: Traced, flops: float, seed: int) -> Beside:
     if any(p.is_meta for p in untouched.model.parameters()):
         return Beside(why="it has no weights here")
     tell("proof: the untouched model")

@@ -44,11 +44,12 @@ class Loop:
 class Batched:
     """autocast: value -> the dtype that products had where it was made. differing: of
     loops that stay as they are, what their turns do otherwise, or what cannot be done
-    for all: an op, and the user's line."""
+    for all: an op, and the user's line. count: of loops that are one step now."""
 
     graph: Graph
     autocast: Mapping[str, torch.dtype]
     differing: tuple[str, ...] = ()
+    count: int = 0
 
 
 def batch_expert_loops(graph: Graph, autocast: Mapping[str, torch.dtype]) -> Batched:
@@ -62,7 +63,7 @@ def batch_expert_loops(graph: Graph, autocast: Mapping[str, torch.dtype]) -> Bat
         batching = _Batching(graph, autocast, loops)
         if not batching.differ:
             dtypes = {**autocast, **batching.autocast}
-            return Batched(batching.graph, dtypes, tuple(differing))
+            return Batched(batching.graph, dtypes, tuple(differing), len(loops))
         differing.update(dict.fromkeys(batching.differ.values()))
         loops = [loop for loop in loops if loop.choices.name not in batching.differ]
     return Batched(graph, autocast, tuple(differing))

@@ -84,10 +84,9 @@ def trace(
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
     traced = traced or _capture_whole(wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
-    batched = batch_expert_loops(traced.graph, traced.autocast)
-    remarks = remark_on_loops(batched.graph, _place_of(wrapper), batched.differing)
-    low = batched.autocast
-    graph = keep_all_rows(batched.graph, low.keys())
+    traced, differing = _batch_loops(traced)
+    remarks = remark_on_loops(traced.graph, _place_of(wrapper), differing)
+    graph = keep_all_rows(traced.graph, traced.autocast.keys())
     _refuse_sources(graph, names)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     trainable = traced.trainable
@@ -103,7 +102,6 @@ def trace(
     traced = replace(
         traced,
         graph=graph,
-        autocast=low,
         trainable=trainable,
         joined=joined,
         outputs=names,
@@ -262,8 +260,7 @@ def _capture_repeats(
         with only_layers(model, repeats.path, repeats.kept):
             few = _capture(wrapper, tensors, precision)
             few = _prove_guards(few, wrapper, tensors, precision)
-        batched = batch_expert_loops(few.graph, few.autocast)
-        few = replace(few, graph=batched.graph, autocast=batched.autocast)
+        few, _ = _batch_loops(few)
         repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
         graph = repeater.whole(names_of(model))
     except (CaptureError, NotAlike):
@@ -276,6 +273,16 @@ def _capture_repeats(
         trainable=_trainable(model, graph),
         autocast={v: dtype for v, dtype in dtypes.items() if dtype},
     )
+
+
+def _batch_loops(traced: Traced) -> tuple[Traced, tuple[str, ...]]:
+    """The model with its loops over experts as one step each; and of those that stay as
+    they are, why."""
+    batched = batch_expert_loops(traced.graph, traced.autocast)
+    new = replace(traced, graph=batched.graph, autocast=batched.autocast)
+    if batched.count and not traced.loops:
+        new = replace(new, loops=(traced, new))
+    return new, batched.differing
 
 
 def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:

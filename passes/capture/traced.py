@@ -27,7 +27,8 @@ class Traced:
     user should know of how it was read. asked: of what the model asked whether there is
     any. known: buffers of which it asked what is in them -> the digest of what was.
     own_masks: whether dropout leaves out other elements than where the model runs by
-    itself, see `has_own_masks`.
+    itself, see `has_own_masks`. loops: where loops over experts are one step, the model
+    (or a few of its layers) as it was read, and with its loops as one step.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Traced:
     asked: tuple[Value, ...] = ()
     known: Mapping[str, int] = field(default_factory=dict)
     own_masks: bool = False
+    loops: tuple[Traced, Traced] | None = None
 
     @property
     def named_outputs(self) -> dict[str, Value]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from math import prod
 
@@ -47,12 +48,14 @@ def choose_sizes(
     small: Mapping[str, int],
     products: Collection[Product] = (),
     most: Collection[tuple[Product, Product]] = (),
+    smallest: bool = False,
 ) -> dict[int, int]:
     """Size -> small size.
 
     sizes: ascending. splits: size -> the axes that split an extent of it, somewhere.
     large, small: axis -> its ranks in the plan, and in the small one. products: sizes
     that are split as one extent. most: pairs of which the first stays at most as large.
+    smallest: each as small as it can be, even if a smaller one was fixed.
     Raises NotShrunk.
     """
     allowed = {
@@ -61,14 +64,20 @@ def choose_sizes(
     }
     whole = {p: Candidates(prod(p), splits[prod(p)], large, small) for p in products}
     # Extents of one size may mean different things, and want what no order allows.
-    for ordered in (True, False):
-        solution = _Solver(list(sizes), sums, allowed, whole, ordered, most).solve()
+    for order in (Order.NONE,) if smallest else (Order.KEPT, Order.TRIED):
+        solution = _Solver(list(sizes), sums, allowed, whole, order, most).solve()
         if solution is not None:
             return solution
     raise NotShrunk(
         f"no small sizes stand for {', '.join(map(str, sizes))} together",
         fix="prove the plan of a smaller model of the kind, which is run as it is",
     )
+
+
+class Order(Enum):
+    """Whether what is larger stays larger: always, wherever it can, or anyhow."""
+
+    KEPT, TRIED, NONE = range(3)
 
 
 class Candidates:
@@ -118,15 +127,15 @@ class Candidates:
 class _Solver:
     """Depth-first over the sizes, ascending; sums with one unknown decide it.
 
-    ordered: what is larger stays larger. Else that is only tried first, then what no
-    other size has become, and last what one has: few sizes become equal, not all.
+    Where the order is not kept, what no other size has become is tried before what one
+    has: few sizes become equal, not all.
     """
 
     sizes: list[int]
     sums: Sequence[Sum]
     allowed: Mapping[int, Candidates]
     products: Mapping[Product, Candidates]
-    ordered: bool
+    order: Order
     most: Collection[tuple[Product, Product]] = ()
     tries: int = 0
 
@@ -163,8 +172,8 @@ class _Solver:
             nearest = max(below, key=lambda n: (known[n], n))
             gap = size - nearest
             least = known[nearest] + (gap if gap <= MARGIN else 1)
-        candidates = list(allowed.above(least))
-        if not self.ordered:
+        candidates = list(allowed.above(least)) if self.order != Order.NONE else []
+        if self.order != Order.KEPT:
             rest, others = {*allowed.above(2)} - {*candidates}, {*known.values()}
             candidates += sorted(rest, key=lambda n: (n in others, n))
         return candidates
@@ -213,4 +222,4 @@ class _Solver:
                 if next(sizes) > next(sizes):
                     return False
         chosen = [known[n] for n in self.sizes if n in known and n]
-        return not self.ordered or all(a < b for a, b in pairwise(chosen))
+        return self.order != Order.KEPT or all(a < b for a, b in pairwise(chosen))

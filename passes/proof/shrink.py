@@ -28,8 +28,11 @@ SMALL_NUMBER = 8
 class Shrinker:
     """Rewrites a graph and tensors by a table of sizes."""
 
-    def __init__(self, extents: Extents, sizes: Mapping[int, int]) -> None:
-        self.extents, self.sizes = extents, sizes
+    def __init__(
+        self, extents: Extents, sizes: Mapping[int, int], counted: int = SMALL_NUMBER
+    ) -> None:
+        """counted: up to here, numbers that positions are compared with are counts."""
+        self.extents, self.sizes, self.counted = extents, sizes, counted
         self.compared: dict[int, int] = {}  # with positions, and what these became
 
     def graph(self, traced: Traced) -> Traced:
@@ -100,7 +103,7 @@ class Shrinker:
 
     def number(self, n: int) -> int:
         """A number that is compared with positions: its place among the sizes."""
-        if abs(n) <= SMALL_NUMBER:
+        if abs(n) <= self.counted:
             return n
         self.compared[abs(n)] = self._place(abs(n))
         return self.compared[abs(n)] * (1 if n > 0 else -1)
