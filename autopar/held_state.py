@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checkpoints.checkpoint import load, save, start_saving
+from autopar.checkpoints.own_form import OwnForm
 from autopar.checkpoints.pending_save import PendingSave
 from autopar.checkpoints.pretrained import load_pretrained
 from autopar.checkpoints.save_pretrained import save_pretrained
@@ -50,6 +51,7 @@ class HeldState:
         # parameters that no stage computes with.
         self.names: list[str] = []
         self.unused: dict[str, Tensor] = {}
+        self.form: OwnForm | None = None  # that a model has whose hooks make it
         self.configs: tuple[Any, ...] = ()  # that a Hugging Face model has beside it
         self._executor: Executor | None = None
         self._host: Host | None = None
@@ -182,15 +184,18 @@ class HeldState:
         missing and unexpected. Raises: ModelMismatch for them if strict, and for shapes
         that differ; nothing is changed then.
         """
-        state = by_source(self, state)
+        keys = None
         try:
-            differing = check_state_dict(self, state, strict)
+            if self.form is not None:
+                state, keys = self.form.read(state, self.names, strict)
+            state = by_source(self, state)
+            differing = check_state_dict(self, state, strict and keys is None)
         except AutoparError as error:
             self._agree().refuse("load_state_dict", error)
             raise
         self._agree()("load_state_dict", digests("state", state))
         load_state_dict(self, state)
-        return differing
+        return differing if keys is None else keys
 
     @torch.no_grad()
     def set_whole(self, state: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autopar.checkpoints.own_form import OwnForm, held_by_modules
 from autopar.checkpoints.safetensors_file import TensorKind
 from autopar.passes.program import Program
 from autopar.runtime.agreement.validate import check_known, check_names
@@ -25,7 +26,8 @@ def state_dict(step: HeldState, rank0_only: bool = False) -> dict[str, Tensor]:
         return {}
     for alias, name in step.program.aliases.items():
         state[alias] = state[name]
-    return {name: state[name] for name in step.names if name in state}
+    held = {name: state[name] for name in step.names if name in state}
+    return held if step.form is None else step.form.write(held)
 
 
 def tied_names(step: HeldState) -> dict[str, str]:
@@ -125,11 +127,15 @@ def load_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
 def remember(
     model: nn.Module, program: Program, buffers: Mapping[str, Tensor]
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """The names of the model's state dict; and its values that no rank has shards of.
+    """The names of the model's state dict, as its modules hold what is in it; and its
+    values that no rank has shards of.
 
     buffers: with their values, which the model's may lack.
     """
     state = model.state_dict(keep_vars=True)
+    if (form := OwnForm.of(model, state)) is not None:
+        tensors = held_by_modules(model)
+        state = {name: tensors[name] for name in form.names(state)}
     held = set(program.sources)
     held |= {alias for alias, name in program.aliases.items() if name in held}
     whole = {n: buffers.get(n, t) for n, t in state.items() if n not in held}
