@@ -31,7 +31,8 @@ def _in_parts(
 ) -> None:
     for kind in ("weight", "bias"):
         parts = state.pop(prefix + kind).chunk(3)
-        state.update({f"{prefix}{p}.{kind}": x for p, x in zip("qkv", parts, strict=True)})
+        for name, part in zip("qkv", parts, strict=True):
+            state[f"{prefix}{name}.{kind}"] = part
 
 
 def _joined(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
