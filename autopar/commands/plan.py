@@ -30,7 +30,6 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import ALIKE
 from autopar.passes.search.search import Ranking
 from autopar.planner.best_plan import best_plan, capture_few_layers
-from autopar.planner.compile_planned import compile_there
 from autopar.planner.planned import other_devices, save_record
 from autopar.planner.request import PlanRequest, read_shape
 from autopar.plans.plan_record import estimate_data
@@ -123,6 +122,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
         save_record(best.record, plan, arguments.output)
     proof = None
     if arguments.compile:
+        # Slow to import, and most plans are compiled later.
+        from autopar.planner.compile_planned import compile_there
+
         proof = compile_there(arguments.output, cluster=other_devices(cluster)).proof
     if arguments.json:
         print(json.dumps(_data(plans, cluster), indent=1))

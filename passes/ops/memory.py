@@ -73,10 +73,10 @@ def is_in_place(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Whether a result may be a view of an operand."""
-    if node.name == "aten.to" and node.out.dtype is not node.operands[0].dtype:
-        return False
     is_part = is_view(node) or node.op == "comm.shard"
-    return is_part or shows_operand(node.op, written=True)
+    if not is_part and not shows_operand(node.op, written=True):
+        return False
+    return node.name != "aten.to" or node.out.dtype is node.operands[0].dtype
 
 
 def takes_memory(node: Node) -> bool:
