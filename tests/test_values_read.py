@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +249,15 @@ def test_what_a_graph_cannot_have_is_named_with_its_line(what, capfd):
     at = r"\n  at   .*test_values_read\.py:\d+.*\n  fix  "
     assert re.search(at, str(error.value))
     assert "def forward" not in capfd.readouterr().err
+
+
+def test_a_branch_beside_a_choice_of_experts_is_no_loop_over_experts():
+    """Each configuration of Hugging Face has the choice, whether or not the model has
+    experts."""
+    case = between(WRONG, "branch")
+    case.model.config = SimpleNamespace(_experts_implementation="eager")
+    with pytest.raises(CaptureError, match=WRONG["branch"][1]):
+        trace(case.model, case.batch)
 
 
 @pytest.mark.matrix(quick=1)

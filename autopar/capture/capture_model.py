@@ -112,10 +112,10 @@ def refuse_counters(
         change.make()
     with first_changes(model, as_found) as again:
         later = run()
-    if not same(traced, later):
-        raise computed_with(changed[0], "next time")
     then = {change.place: change.after for change in again}
     counts = [c for c in changed if then.get(c.place, c.after) != c.after]
+    if not same(traced, later):
+        raise computed_with(changed[0], "next time", once=not counts)
     as_found.put_back()
     values = [change.make(LONG) for change in counts]
     try:
@@ -126,12 +126,16 @@ def refuse_counters(
         raise computed_with(counts[0], f"when it is {values[0]!r}")
 
 
-def computed_with(change: Change, when: str) -> CaptureError:
-    """The error about a loss that depends on a value which forward changes."""
+def computed_with(change: Change, when: str, once: bool = False) -> CaptureError:
+    """The error about a loss that depends on a value which forward changes. once: and
+    then no more, as where the first forward keeps what later ones read."""
+    fix = "pass in the batch, as a tensor, what changes from step to step"
+    if once:
+        fix = "run forward once before you compile the model: model(**batch)"
     return CaptureError(
         f"forward changes '{change.where}' from {change.before!r} to "
         f"{change.after!r}, and computes something else with it {when}",
-        fix="pass in the batch, as a tensor, what changes from step to step",
+        fix=fix,
     )
 
 

@@ -6,7 +6,7 @@ new value put back (`views`), and other views of that are taken anew when they a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,21 +33,28 @@ NEW = {
     "aten.bernoulli_.float": "aten.bernoulli.p",
 }
 
+# Leave the same, however often they are made, where what they write is the same.
+FILLS = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.index_put_")
+
 # What copies a tensor that the code holds as a literal; a trace has both in one place.
 LITERAL = "aten.lift_fresh_copy"
 
 
-def functionalize(graph: Graph, memory: Mapping[str, Hashable]) -> Graph:
+def functionalize(
+    graph: Graph, memory: Mapping[str, Hashable], trained: Collection[str] = ()
+) -> Graph:
     """Returns the same graph without ops that write in place.
 
     memory: value name -> the memory in which the model had it, where that is known.
+    trained: names of parameters that change from step to step.
     A write to the batch makes a new value too: the caller's tensor stays as it was.
     Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
-    tensor that the model holds), or to memory that is read later by a name of which
+    tensor that the model holds) unless each forward fills it with the same before any
+    reads it, as a table is filled; or to memory that is read later by a name of which
     it is not sure that it is a view, and on random numbers that `passes.ops.random`
     does not know.
     """
-    known = _Memory(graph, memory)
+    known = _Memory(graph, memory, trained)
     nodes = known.builder.nodes
     for position, node in enumerate(graph.nodes):
         _refuse_chance(node)
@@ -117,8 +124,10 @@ def _operator(node: Node) -> Any:
 class _Memory:
     """Which values are the same tensor, and which share memory."""
 
-    def __init__(self, graph: Graph, memory: Mapping[str, Hashable]) -> None:
-        self.memory = memory
+    def __init__(
+        self, graph: Graph, memory: Mapping[str, Hashable], trained: Collection[str]
+    ) -> None:
+        self.graph, self.memory, self.trained = graph, memory, trained
         self.tensor: dict[str, str] = {}  # another name of a tensor -> its first name
         self.current: dict[str, Value] = {}  # first name -> what the tensor holds now
         self.root: dict[str, str] = {}  # first name -> whose memory it sees
@@ -129,6 +138,7 @@ class _Memory:
         made = (v for node in graph.nodes for v in node.results)
         self.builder = Builder.beside([*graph.sources, *made])
         self.last_read: dict[str, int] = {}
+        self.params = {v.name for v in graph.params}
         self.lasting = {v.name: "parameter" for v in graph.params}
         self.lasting |= {v.name: "buffer" for v in graph.buffers}
         self.lasting |= {v.name: "constant" for v in graph.constants}
@@ -183,7 +193,7 @@ class _Memory:
         first = self._first(target.name)
         root = self._root(target.name)
         write = short(node.op)
-        if root in self.lasting:
+        if root in self.lasting and not self._fills_table(node, target, position):
             raise CaptureError(
                 f"'{write}' changes the model's {self.lasting[root]} '{root}' in "
                 "forward, which has no meaning when ranks run different microbatches",
@@ -206,6 +216,28 @@ class _Memory:
                     "torch.where or torch.cat instead of x[...] = y",
                 )
         return bool(others)
+
+    def _fills_table(self, node: Node, target: Value, position: int) -> bool:
+        """Whether the write gives a buffer, or a tensor that the model holds, what it
+        has after every forward, before it is read: then each may fill it anew."""
+        root = self._root(target.name)
+        if node.name not in FILLS or node.arg("accumulate") or root in self.params:
+            return False
+        for before in self.graph.nodes[:position]:
+            written = (
+                before.operands[:1] if _operator(before)._schema.is_mutable else ()
+            )
+            read = () if is_view(before) else before.operands[len(written) :]
+            if any(self._root(v.name) == root for v in read):
+                return False
+        alike = {v.name for v in (*self.graph.buffers, *self.graph.constants)}
+        alike |= self.params - set(self.trained)
+        for made in self.builder.nodes:
+            seeded = torch.Tag.nondeterministic_seeded in _operator(made).tags
+            if not seeded and all(v.name in alike for v in made.operands):
+                alike.update(v.name for v in made.results)
+        others = [v for v in node.operands if v is not target]
+        return all(self.now(v).name in alike for v in others)
 
     def _is_view(self, name: str, root: str) -> bool:
         """Whether only views lead from the root to this tensor, or it is the root."""

@@ -356,7 +356,7 @@ def _read(
     reader.read(exported.graph_module)
     nodes = tuple(reader.builder.nodes)
     graph = Graph(inputs, params, buffers, constants, nodes, reader.outputs)
-    graph = functionalize(graph.verify(), reader.memory)
+    graph = functionalize(graph.verify(), reader.memory, wanted)
     graph, names = order_tables(graph)
     autocast = {names.get(v, v): dtype for v, dtype in reader.autocast.items()}
     asked = tuple(replace(v, name=names.get(v.name, v.name)) for v in reader.asked)

@@ -209,7 +209,8 @@ def capture_failed(
         return CaptureError(message, source=source, fix=fixes[0])
     configs = (getattr(m, "config", None) for m in model.modules())
     chosen = {getattr(c, "_experts_implementation", None) for c in configs}
-    if "eager" in chosen:
+    # Of Hugging Face, that calls the loop, or what is configured instead.
+    if "eager" in chosen and "moe.py:forward" in _functions(error):
         fix = (
             "experts that loop over their tokens have no fixed shapes: give the "
             "model's configuration experts_implementation='batched_mm'"
