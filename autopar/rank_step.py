@@ -81,6 +81,10 @@ class RankStep(HeldState):
         if self._host is not None:
             parameters, grads = self._host.parameters, self._host.grads
         originals = {} if model is None else dict(model.named_parameters())
+        for name, p in parameters.items():
+            # Marks for optimizers, as `_no_weight_decay`.
+            if (of := originals.get(program.parameters[name].part.source)) is not None:
+                vars(p).update(vars(of))
         self._updates = Updates(program, parameters, grads, originals, comm.coords)
         if model is not None:
             self._originals = Originals(model, program, comm.coords)

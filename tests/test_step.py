@@ -294,3 +294,18 @@ def test_another_batch_than_was_compiled_for(says):
     step = case.step()
     with pytest.raises(BatchError, match=says):
         step(**WRONG[says](case.batch))
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}])
+def test_shards_have_the_marks_of_the_models_parameters(
+    options: dict[str, Any],
+) -> None:
+    """By which scripts tell an optimizer what decays, and how fast it learns."""
+    case = gpt2(layers=1)
+    for name, p in case.model.named_parameters():
+        p.place = name
+    case.model.transformer.wte.weight._no_weight_decay = True
+    step = case.step(**options)
+    kept = {p.place for p in step.parameters() if hasattr(p, "_no_weight_decay")}
+    assert kept == {"transformer.wte.weight"}
+    assert all(name.startswith(p.place) for name, p in step.named_parameters())

@@ -94,4 +94,6 @@ def _finish(model: nn.Module) -> None:
 
 
 def _to_meta(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    made = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    vars(made).update(vars(p))  # marks for optimizers, as `_no_weight_decay`
+    return made
