@@ -52,6 +52,11 @@ def asserts_number(ids: Tensor, x: Tensor) -> Tensor:
     return x
 
 
+def asserts_equal(ids: Tensor, x: Tensor) -> Tensor:
+    assert ids.flip(1).sum() == ids.sum(), f"{ids.flip(1).sum()} != {ids.sum()}"
+    return x
+
+
 def tells_values(ids: Tensor, x: Tensor) -> Tensor:
     assert torch.isfinite(x).all(), f"up to {x.abs().max().item():.3f}"
     return x
@@ -75,7 +80,7 @@ def both(ids: Tensor, x: Tensor) -> Tensor:
 
 
 CHECKS = (
-    *(asserts_none, asserts_all, asserts_number, tells_values, raises),
+    *(asserts_none, asserts_all, asserts_number, asserts_equal, tells_values, raises),
     *(raises_without, both),
 )
 

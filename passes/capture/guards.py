@@ -256,7 +256,7 @@ class Guards:
         if isinstance(result, Tensor) and is_unknown(result) and _is_number(result):
             if func in COUNTS and x.dtype == torch.bool and has_shape(x):
                 self.totals[id(result)] = result, x.numel()
-            elif func in EQUAL and args[1:] == (0,):
+            elif func in EQUAL and any(_is(other, 0) for other in args[1:]):
                 self.negated[id(result)] = result, x != 0
             elif func in NOT and x.dtype == torch.bool:
                 self.negated[id(result)] = result, x
@@ -371,4 +371,4 @@ class RowCount(torch.SymInt):
 
 
 def _is(x: object, number: int) -> bool:
-    return type(x) is int and x == number
+    return type(x) in (int, float) and x == number
