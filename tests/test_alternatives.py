@@ -16,7 +16,7 @@ from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
 from autopar.passes.price.price_layers import price_layers
 from autopar.passes.search.choose_op_shardings import AxisShardings, ShardingsDoNotFit
 from autopar.passes.shard.plan_shardings import name_ops
-from autopar.planner.planner import ShortModel, capture_short, shard_ops
+from autopar.planner.planner import ShortModel, capture_short, open_ops
 from autopar.planner.request import PlanRequest
 from examples.gpt import GPT, Config
 
@@ -32,10 +32,12 @@ def long_sequence() -> ShortModel:
     return capture_short(model, {"ids": ids, "labels": ids.clone()})
 
 
-def sharded(method: str = "gather", **options) -> AxisShardings:
+def sharded(
+    method: str = "gather", memory: float | None = None, decided: bool = False
+) -> AxisShardings:
     """The op shardings of cp; their price is that of the program that they make."""
     of, plan = long_sequence(), make_plan("cp=8", context_parallel=method)
-    chosen = shard_ops(of, plan, CLUSTER, **options)
+    chosen = open_ops(of, plan, CLUSTER, decided).choose(memory)
     prices = price_layers(of.named, chosen.of_graph, of.starts, CLUSTER.device, False)
     account, link = prices.stage(True, 4, True), CLUSTER.link(plan.mesh, ("cp",))
     shardings = chosen.by_axis["cp"]

@@ -31,8 +31,8 @@ from autopar.planner.planner import (
     ShortModel,
     find_plans,
     make_space,
+    open_ops,
     plan_of,
-    shard_ops,
 )
 from autopar.planner.request import PlanRequest
 from autopar.runtime.comm.comm import Comm
@@ -284,7 +284,7 @@ def test_the_planner_prices_what_is_compiled() -> None:
 
 @pytest.mark.slow
 def test_labels_are_found_for_both_axes() -> None:
-    sharded = shard_ops(grouped(), make_plan("tp=4"), CLUSTER)
+    sharded = open_ops(grouped(), make_plan("tp=4"), CLUSTER).choose()
     assert set(sharded.plan.op_shardings) == {"tp", "qp"}
     case = llama(layers=4).double()
     verify(compile_program(case.trace(), sharded.plan, PLAIN), *case).check()

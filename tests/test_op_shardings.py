@@ -46,7 +46,7 @@ from autopar.passes.search.op_sharding_costs import OpShardingCosts
 from autopar.passes.shard.op_sharding import PASS
 from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from autopar.passes.shard.propagate import propagate
-from autopar.planner.planner import shard_ops
+from autopar.planner.planner import open_ops
 from autopar.verify import verify
 
 # --- What labels cost ----------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
 def test_megatron_comes_out_where_parameters_must_be_split() -> None:
     """Tensor (Shoeybi 2019) and sequence parallelism (Korthikanti 2022)."""
     of, plan = large(), tp(8)
-    found = shard_ops(of, plan, CLUSTER, memory=9e9)
+    found = open_ops(of, plan, CLUSTER).choose(9e9)
     labels = found.plan.op_shardings["tp"]
     by_dim = {
         "heads": ("attention.qkv:linear", "attention.qkv:add", "attention.proj:linear",
@@ -161,8 +161,9 @@ def test_megatron_comes_out_where_parameters_must_be_split() -> None:
 @pytest.mark.slow
 def test_what_fits_is_data_parallel() -> None:
     of = large(samples=64)
-    found = shard_ops(of, tp(8, microbatches=4), CLUSTER).plan.op_shardings["tp"]
-    layer = {dim for op, dim in found.items() if op.startswith("blocks.*")}
+    plan = open_ops(of, tp(8, microbatches=4), CLUSTER).choose().plan
+    own = plan.op_shardings["tp"]
+    layer = {dim for op, dim in own.items() if op.startswith("blocks.*")}
     assert layer == {"batch"}
 
 
@@ -170,7 +171,7 @@ def test_what_fits_is_data_parallel() -> None:
 @pytest.mark.parametrize("limit", [80e9, 9e9, 7e9])
 def test_the_price_is_that_of_the_program(limit: float) -> None:
     of, plan = large(), tp(8)
-    found = shard_ops(of, plan, CLUSTER, memory=limit)
+    found = open_ops(of, plan, CLUSTER).choose(limit)
     account = price_layers(
         of.named, found.of_graph, of.starts, CLUSTER.device, False
     ).stage(True, 24, True)
@@ -188,14 +189,14 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
 def test_less_memory_takes_longer_until_nothing_fits() -> None:
     limits = (80e9, 9.9e9, 9e9, 7e9)
     took = [
-        shard_ops(large(), tp(8), CLUSTER, memory=limit).by_axis["tp"].seconds
+        open_ops(large(), tp(8), CLUSTER).choose(limit).by_axis["tp"].seconds
         for limit in limits
     ]
     assert took == sorted(took) and took[0] < took[-1]
     with pytest.raises(ShardingsDoNotFit, match="and has 1 GB"):
-        shard_ops(large(), tp(8), CLUSTER, memory=1e9)
+        open_ops(large(), tp(8), CLUSTER).choose(1e9)
     with pytest.raises(PlanError, match="needs 16 devices"):
-        shard_ops(large(), tp(16), CLUSTER)
+        open_ops(large(), tp(16), CLUSTER).choose()
 
 
 # --- Plans ---------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def test_plans_with_labels_are_right(build, mesh) -> None:
 def test_several_axes_are_labelled_in_turn(build) -> None:
     case = build(layers=4)
     of = case.short()
-    plan = shard_ops(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).plan
+    plan = open_ops(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).choose().plan
     assert set(plan.op_shardings) == {"cp", "tp"}
     traced = case.trace()
     program = compile_program(traced, plan, PLAIN)

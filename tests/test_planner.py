@@ -34,8 +34,8 @@ from autopar.planner.planner import (
     capture_short,
     find_plans,
     make_space,
+    open_ops,
     plan_of,
-    shard_ops,
 )
 from autopar.verify import verify
 from examples.gpt import GPT, Config
@@ -81,7 +81,7 @@ def test_part_of_a_pattern_after_its_repeats_is_the_model_s_end() -> None:
     for account, part in zip(whole, parts, strict=True):
         same(prices.stage(*part), account)
     # Labels are of all layers then, or the plan would be refused.
-    chosen = shard_ops(of, plan, PLAIN).plan
+    chosen = open_ops(of, plan, PLAIN).choose().plan
     assert any("blocks" in op for op in chosen.op_shardings["tp"])
     assert compile_program(case.trace(), chosen, PLAIN).mesh == chosen.mesh
 

@@ -32,7 +32,7 @@ from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
 from autopar.planner.planned import batch_for, other_devices, read_decided
-from autopar.planner.planner import capture_short, shard_ops
+from autopar.planner.planner import capture_short, open_ops
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
 from autopar.progress import Progress
@@ -133,7 +133,8 @@ def _compile(
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
     if decided_for is not None:
-        plan = shard_ops(capture_short(loaded.model, batch), plan, decided_for).plan
+        of = capture_short(loaded.model, batch)
+        plan = open_ops(of, plan, decided_for).choose().plan
     prove = not arguments.unproved
     program = compile_offline(loaded.model, batch, plan, cluster=others, prove=prove)
     return program, record, others, loaded.on_meta

@@ -37,11 +37,7 @@ from autopar.passes.price.price_layers import (
 )
 from autopar.passes.recompute.recompute import squares
 from autopar.passes.search.candidates import Space
-from autopar.passes.search.choose_op_shardings import (
-    ChosenShardings,
-    Runs,
-    choose_op_shardings,
-)
+from autopar.passes.search.choose_op_shardings import OpenPlan, Runs
 from autopar.passes.search.search import Ranking, Watch, search
 from autopar.passes.shard.query_groups import (
     Groups,
@@ -329,19 +325,13 @@ def plan_of(candidate: Candidate, of: ShortModel) -> Plan:
     return replace(plan, cuts=cuts, order=candidate.order)
 
 
-def shard_ops(
-    of: ShortModel,
-    plan: Plan,
-    cluster: Cluster,
-    memory: float | None = None,
-    decided: bool = False,
-) -> ChosenShardings:
-    """Decide for each op what the axes of a plan split of it.
+def open_ops(
+    of: ShortModel, plan: Plan, cluster: Cluster, decided: bool = False
+) -> OpenPlan:
+    """A plan for which it is to be decided what its axes split of each op.
 
-    of: captured with the whole batch of a step. memory: bytes that a rank may use for
-    parameters and what is kept for the backward; None: the plan's, else a device's.
-    decided: whether attention works on cp as the plan says, and as no op sharding does.
-    Raises: ShardingsDoNotFit, PlanError.
+    of: captured with the whole batch of a step. decided: whether attention works on cp
+    as the plan says, and as no op sharding does. Raises: PlanError.
     """
     layers = of.layers
     runs = None
@@ -349,5 +339,4 @@ def shard_ops(
         rest = layers.total % layers.period
         runs = Runs(layers.path, layers.period, layers.repeats, rest)
     named = of.shared if plan.zero else of.named
-    split = split_groups(named, plan)
-    return choose_op_shardings(named, split, cluster, runs, memory, decided)
+    return OpenPlan(named, split_groups(named, plan), cluster, runs, decided)

@@ -22,7 +22,7 @@ from autopar.passes.price.price_layers import cut_layers, price_cut
 from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
 from autopar.passes.search.search import Ranking, simplest_first
-from autopar.planner.planner import ShortModel, plan_of, shard_ops
+from autopar.planner.planner import ShortModel, open_ops, plan_of
 from autopar.progress import tell
 
 MOST = 2  # of the best plans have ops sharded, that differ by more than ZeRO
@@ -53,7 +53,7 @@ def shard_ops_of_best(
     """Returns the ranking with plans that have op shardings among the best; and these.
 
     whole: the model captured with all samples of a step. reach: see
-    `open_to_op_shardings`. decided: see `autopar.planner.planner.shard_ops`.
+    `open_to_op_shardings`. decided: see `autopar.planner.planner.open_ops`.
     """
     plans: dict[Candidate, Plan] = {}
     better: list[Estimate] = []
@@ -80,19 +80,19 @@ def _with_op_shardings(
 ) -> tuple[Estimate, Plan] | None:
     """The estimate and plan with them; None: none of them fit, or samples are taken
     together, so that what one costs cannot be told."""
-    plan, limit = plan_of(e.candidate, whole), cluster.device.memory
-    memory = limit
-    for _ in range(TRIES):
-        try:
-            chosen = shard_ops(whole, plan, cluster, memory, decided)
+    limit = memory = cluster.device.memory
+    try:
+        ops = open_ops(whole, plan_of(e.candidate, whole), cluster, decided)
+        for _ in range(TRIES):
+            chosen = ops.choose(memory)
             sharded = _priced(e.candidate, chosen, whole, cluster)
-        except (ShardingsDoNotFit, LossNotSeparable):
-            return None
-        if sharded.peak <= limit:
-            return sharded, chosen.plan
-        memory -= sharded.peak - limit
-        if memory <= 0:
-            return None
+            if sharded.peak <= limit:
+                return sharded, chosen.plan
+            memory -= sharded.peak - limit
+            if memory <= 0:
+                break
+    except (ShardingsDoNotFit, LossNotSeparable):
+        pass
     return None
 
 

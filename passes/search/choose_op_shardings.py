@@ -274,52 +274,70 @@ class ChosenShardings:
     by_axis: Mapping[str, AxisShardings]
 
 
-def choose_op_shardings(
-    named: Named,
-    plan: Plan,
-    cluster: Cluster,
-    runs: Runs | None = None,
-    limit: float | None = None,
-    decided: bool = False,
-) -> ChosenShardings:
-    """Choose for the axes of a plan that do not split the batch.
+class OpenPlan:
+    """A plan whose op shardings are open, for the axes that do not split the batch.
 
-    limit: bytes that a rank may use; None: the plan's memory, else that of a device.
-    decided: see `passes.search.value_costs.Setting`.
-    Raises: ShardingsDoNotFit, TooEntangled, PlanError.
+    decided: see `passes.search.value_costs.Setting`. Raises: PlanError.
     """
-    if plan.mesh.size > cluster.devices:
-        raise PlanError(
-            f"mesh '{plan.mesh}' needs {plan.mesh.size} devices, {cluster} has "
-            f"{cluster.devices}",
-            fix="describe the whole cluster",
-        )
-    ranks = plan.mesh.pipeline_ranks
-    own = plan.memory or cluster.device.memory
-    whole = ranks * (own if limit is None else limit)
-    residuals = find_residuals(named, plan)
-    chosen: dict[str, AxisShardings] = {}
-    done: list[Mapping[str, AxisShardings]] = []
-    here = there = replace(plan, op_shardings={})
-    axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
-    for _ in range(ROUNDS):
-        for axis in axes:
-            setting = Setting(
-                propagate(named, here),
-                axis,
-                cluster.device.running(plan.tf32, plan.backend),
-                cluster.link(plan.mesh, (axis,)),
-                residuals,
-                min(plan.microbatches, ranks),
-                decided,
+
+    def __init__(
+        self,
+        named: Named,
+        plan: Plan,
+        cluster: Cluster,
+        runs: Runs | None = None,
+        decided: bool = False,
+    ) -> None:
+        if plan.mesh.size > cluster.devices:
+            raise PlanError(
+                f"mesh '{plan.mesh}' needs {plan.mesh.size} devices, {cluster} has "
+                f"{cluster.devices}",
+                fix="describe the whole cluster",
             )
-            chosen[axis] = Axis(setting, runs).within(whole)
-            here = _with(here, axis, chosen[axis].of_graph)
-            there = _with(there, axis, chosen[axis].op_shardings)
-        if chosen in done or len(axes) < 2:
-            break
-        done.append(dict(chosen))
-    return ChosenShardings(there, here, chosen)
+        self.named, self.cluster, self.runs = named, cluster, runs
+        self.plan, self.decided = replace(plan, op_shardings={}), decided
+        self.residuals = find_residuals(named, plan)
+        self._known: list[tuple[str, Mapping[str, object], Axis]] = []
+
+    def choose(self, limit: float | None = None) -> ChosenShardings:
+        """Choose for all axes.
+
+        limit: bytes that a rank may use; None: the plan's memory, else that of a
+        device. Raises: ShardingsDoNotFit, TooEntangled, PlanError.
+        """
+        own = self.plan.memory or self.cluster.device.memory
+        whole = self.plan.mesh.pipeline_ranks * (own if limit is None else limit)
+        chosen: dict[str, AxisShardings] = {}
+        done: list[Mapping[str, AxisShardings]] = []
+        here = there = self.plan
+        axes = [a for a in here.axes if a not in (TIME, *here.data_axes)]
+        for _ in range(ROUNDS):
+            for axis in axes:
+                chosen[axis] = self._axis(axis, here).within(whole)
+                here = _with(here, axis, chosen[axis].of_graph)
+                there = _with(there, axis, chosen[axis].op_shardings)
+            if chosen in done or len(axes) < 2:
+                break
+            done.append(dict(chosen))
+        return ChosenShardings(there, here, chosen)
+
+    def _axis(self, axis: str, here: Plan) -> Axis:
+        """What it may split, beside what the others do."""
+        others = {a: own for a, own in here.op_shardings.items() if a != axis}
+        for name, beside, known in self._known:
+            if name == axis and beside == others:
+                return known
+        setting = Setting(
+            propagate(self.named, here),
+            axis,
+            self.cluster.device.running(here.tf32, here.backend),
+            self.cluster.link(here.mesh, (axis,)),
+            self.residuals,
+            min(here.microbatches, here.mesh.pipeline_ranks),
+            self.decided,
+        )
+        self._known.append((axis, others, Axis(setting, self.runs)))
+        return self._known[-1][-1]
 
 
 def _with(plan: Plan, axis: str, own: Mapping[str, str | None]) -> Plan:
