@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture.frozen_values import FrozenValues
-from autopar.checkpoints.own_form import OwnForm
+from autopar.checkpoints.own_form import OwnForm, own_state
 from autopar.checkpoints.save_pretrained import configs_of
 from autopar.checkpoints.state import remember
 from autopar.compiler import compile_offline, proved
@@ -289,7 +289,7 @@ class Step(RankStep):
         names, unused = remember(self._model, program, buffers)
         self.start(executor, names, unused, self._model, fixed)
         self.configs = configs_of(self._model)
-        self.form = OwnForm.of(self._model, self._model.state_dict(keep_vars=True))
+        self.form = OwnForm.of(self._model, own_state(self._model))
         if self._pretrained is not None:
             self._load_pretrained(self._pretrained, strict=True, empty=True)
         self._shapes = OtherShapes(

@@ -128,6 +128,15 @@ def check_model_given(model: object) -> None:
         )
     if kind in WRAPPERS and type(model).__module__.startswith("torch."):
         raise AutoparError(f"the model is wrapped: {kind}", fix=WRAPPERS[kind])
+    shown = {id(p) for p in model.parameters()}
+    for name, p in nn.Module.named_parameters(model):
+        if p.requires_grad and id(p) not in shown:
+            raise AutoparError(
+                f"{kind}.parameters() leaves out '{name}', which wants a gradient; a "
+                "step trains all that do",
+                fix="freeze what is not trained, by requires_grad_(False), and let the "
+                "model give all of its parameters",
+            )
 
 
 class NotOfAStep(AutoparError, AttributeError):

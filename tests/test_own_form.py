@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from processes import run_ranks
 from torch import Tensor, nn
 
 import autopar
+from autopar.passes.errors import AutoparError
 from autopar.runtime.agreement.validate import ModelMismatch
 
 
@@ -83,10 +85,26 @@ class Stored(nn.Module):
         return F.cross_entropy(self.head(self.block(x)).flatten(0, 1), ids.flatten())
 
 
-def case() -> Case:
+class InPart(Stored):
+    """Gives, without any of torch's options, what of it is not to be found elsewhere;
+    its prefix is a parameter of no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.zeros(0, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.prefix.sum()
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        state = super().state_dict()
+        return {name: x for name, x in state.items() if not name.startswith("block")}
+
+
+def case(kind: type[Stored] = Stored) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(VOCAB, (4, 8))
-    return Case(randomize(Stored()), {"ids": ids}).double()
+    return Case(randomize(kind()), {"ids": ids}).double()
 
 
 def train(module: Any, parameters: Any, batch: dict[str, Tensor]) -> None:
@@ -133,3 +151,37 @@ def on_rank(folder: Path) -> None:
 
 def test_a_step_has_the_state_dict_that_the_models_hooks_make(tmp_path: Path) -> None:
     run_ranks(on_rank, 2, tmp_path)
+
+
+def in_part_on_rank(folder: Path, options: dict[str, Any]) -> None:
+    own, (model, batch, _) = case(InPart).model, case(InPart)
+    step = autopar.compile(model, example_inputs=batch, **options)
+    train(step, step.parameters(), batch)
+    trained = step.state_dict()
+    train(own, own.parameters(), batch)
+    equal(trained, own.state_dict())
+    loss = step(**batch)
+    step.save(folder)
+    train(step, step.parameters(), batch)
+    step.load(folder)
+    equal(step.state_dict(), trained)
+    torch.testing.assert_close(step(**batch), loss)
+
+
+@pytest.mark.parametrize("options", [{"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 3}])
+def test_what_a_state_dict_leaves_out_is_in_checkpoints(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(in_part_on_rank, 2, tmp_path, options)
+
+
+def test_parameters_that_a_model_does_not_give_are_not_trained_unnoticed() -> None:
+    class Hiding(Stored):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            return self.block.parameters(recurse)
+
+    model = Hiding()
+    with pytest.raises(AutoparError, match="leaves out 'tokens"):
+        autopar.compile(model, "tp=1")
+    model.tokens.weight.requires_grad_(False)
+    autopar.compile(model, "tp=1")

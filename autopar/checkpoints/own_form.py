@@ -22,6 +22,21 @@ def held_by_modules(model: nn.Module) -> dict[str, Tensor]:
     return {**named, **dict(model.named_buffers(remove_duplicate=False))}
 
 
+def own_state(model: nn.Module) -> dict[str, Any]:
+    """A model's state dict; the very tensors that its modules hold, if it can."""
+    if type(model).state_dict is nn.Module.state_dict:
+        return dict(model.state_dict(keep_vars=True))
+    return dict(model.state_dict())
+
+
+def _is_same(x: Any, held: Tensor | None) -> bool:
+    """Whether x is what modules hold, or a detached one of all of its memory."""
+    if x is held or held is None or not isinstance(x, Tensor) or x.is_meta:
+        return x is held
+    facts = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, held)]
+    return facts[0] == facts[1]
+
+
 class OwnForm:
     """What a model's own state dict makes of the tensors that its modules hold.
 
@@ -36,14 +51,14 @@ class OwnForm:
     def of(cls, model: nn.Module, state: Mapping[str, Any]) -> OwnForm | None:
         """None if the model's state dict has nothing but what its modules hold."""
         held = held_by_modules(model)
-        is_plain = all(held.get(name) is x for name, x in state.items())
+        is_plain = all(_is_same(x, held.get(name)) for name, x in state.items())
         return None if is_plain else cls(model)
 
     def names(self, state: Mapping[str, Any]) -> list[str]:
         """Names what modules hold: all parameters, and buffers of the state dict."""
         held = held_by_modules(self._model).items()
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        return [n for n, x in held if n in parameters or state.get(n) is x]
+        return [n for n, x in held if n in parameters or _is_same(state.get(n), x)]
 
     def write(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         """The state dict of a model that holds these tensors, by the modules' names."""

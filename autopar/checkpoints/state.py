@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autopar.checkpoints.own_form import OwnForm, held_by_modules
+from autopar.checkpoints.own_form import OwnForm, held_by_modules, own_state
 from autopar.checkpoints.safetensors_file import TensorKind
 from autopar.passes.program import Program
 from autopar.runtime.agreement.validate import check_known, check_names
@@ -132,7 +132,7 @@ def remember(
 
     buffers: with their values, which the model's may lack.
     """
-    state = model.state_dict(keep_vars=True)
+    state = own_state(model)
     if (form := OwnForm.of(model, state)) is not None:
         tensors = held_by_modules(model)
         state = {name: tensors[name] for name in form.names(state)}

@@ -124,8 +124,8 @@ class Box:
 def boxes(
     spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
 ) -> tuple[Box, ...]:
-    """The fewest boxes that a rank's shard consists of, in order; none if it is empty.
-    They begin in the model's parameter.
+    """The fewest boxes that a rank's shard consists of, in order; none if it is empty,
+    but for a parameter that is. They begin in the model's parameter.
 
     A split inner factor, as in `(3 heads/tp head_dim)`, makes one for each index of the
     factors around it.
@@ -141,7 +141,8 @@ def boxes(
     every = []
     for combination in product(*by_dim):
         every.append(Box(*(tuple(run[i] for run in combination) for i in range(3))))
-    return tuple(box for box in every if 0 not in box.size)
+    of_nothing = 0 in spec.part.shape
+    return tuple(box for box in every if of_nothing or 0 not in box.size)
 
 
 def _runs(
