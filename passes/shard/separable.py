@@ -20,6 +20,11 @@ TOGETHER = (
     "keep samples independent of each other up to the loss, or use microbatches=1; "
     "what compares two samples may have them side by side: r.view(-1, 2)"
 )
+# What some products of experts do with the rows of all samples, and others do not.
+SORTED = (
+    "; experts of Hugging Face, with experts_implementation='batched_mm' or 'eager', "
+    "sort no rows"
+)
 
 
 def check_op(
@@ -47,7 +52,7 @@ def check_op(
                 f"{node} needs the whole batch of %{v.name}, but microbatches "
                 "come one after another",
                 source=str(node.location),
-                fix=TOGETHER,
+                fix=TOGETHER + SORTED * (node.name in ("aten.sort", "aten.argsort")),
             )
 
 
