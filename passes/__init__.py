@@ -7,6 +7,7 @@
                join_weights                  parameters that are read as one stack
                lower_precision     Traced    casts, where autocast would compute so
                normalize           Traced    one spelling for each thing
+               unsort_rows                   rows of experts where they were
                find_input_ranges   InputRange  what integers of a batch may be
     dims       name_dims           Named     what each dim of each tensor is
     schedule   make_schedule       Schedule  what each rank does in turn: the one named,

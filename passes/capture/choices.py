@@ -106,6 +106,9 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if is_index and largest:
         dim = node.arg("dim")
         return None if dim is None or not x.shape else x.shape[dim]
+    if node.name in ("aten.cat", "aten.stack"):
+        each = [numbers_of(v, made) for v in node.operands]
+        return None if None in each else max(n for n in each if n)
     if kind.elements in KEPT or kind.view in ("shape", "order", "part"):
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
@@ -199,7 +202,7 @@ def _compared(node: Node, made: Mapping[str, Node]) -> Match | None:
         exact = type(other) is int and not x.dtype.is_floating_point
         return Match(choices, dims, other) if exact and x.dtype != torch.bool else None
     for numbers, v in ((x, other), (other, x)):
-        place = _counting_dim(numbers, made)
+        place = counting_dim(numbers, made)
         if place is None or v.dtype.is_floating_point or v.dtype == torch.bool:
             continue
         choices, dims = find_choices(v, made)
@@ -213,7 +216,7 @@ def _compared(node: Node, made: Mapping[str, Node]) -> Match | None:
     return None
 
 
-def _counting_dim(v: Value, made: Mapping[str, Node]) -> int | None:
+def counting_dim(v: Value, made: Mapping[str, Node]) -> int | None:
     """The dim along which integers are 0, 1, 2 ..., of a value that has no other."""
     node = made.get(v.name)
     while node is not None and node.operands:

@@ -24,6 +24,7 @@ from ..capture.hoist_splits import hoist_splits
 from ..capture.loss import LOSS_RULES
 from ..capture.normalize_attention import attention, emit_dropout
 from ..capture.recognize_experts import (
+    PRODUCTS,
     choice,
     grouped_product,
     looked_up_bias,
@@ -33,6 +34,7 @@ from ..capture.recognize_experts import (
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.split_products import split_products
 from ..capture.traced import Traced
+from ..capture.unsort_rows import unsort_rows
 from ..graph import Graph, Node, Value, bare
 from ..ops import creation
 from ..ops.arguments import arguments, refuse_unread
@@ -51,6 +53,7 @@ def normalize(traced: Traced) -> Traced:
     for node in traced.graph.nodes:
         refuse_unread(node)
     graph = Rewriter(traced.graph, traced.literals).run(CLEAN)
+    graph = unsort_rows(graph, traced.literals)
     for _ in range(NESTED):
         graph = hoist_splits(Rewriter(graph, traced.literals))
         graph = split_products(Rewriter(graph, traced.literals))
@@ -331,8 +334,7 @@ MEANING: dict[str, Rule] = {
     ),
     **dict.fromkeys(("aten.bmm", "aten.matmul"), looked_up_product),
     "aten.einsum": looked_up_einsum,
-    "aten._grouped_mm": grouped_product,
-    "transformers.grouped_mm_fallback": grouped_product,
+    **dict.fromkeys(PRODUCTS, grouped_product),
     "aten.topk": choice,
     "aten.index": index,
     "aten.index_put": index_put,

@@ -18,6 +18,9 @@ from ..capture.rewrite import Rewriter
 from ..graph import Node, Value
 from ..ops.arguments import arguments
 
+# Rows in the order of their experts.
+PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+
 
 def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
     """w[expert] @ x[..., None] or x[..., None, :] @ w[expert], of as many matrices as

@@ -1,0 +1,188 @@
+"""Rows that are sorted by their experts, worked on and put back: each rank has its own,
+as what is done where they were is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Case
+from models import VOCAB, mixture, token_batch
+from torch import Tensor, nn
+
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.ops.experts import PRODUCT
+
+WIDTH, HIDDEN, EXPERTS, CHOSEN = 16, 24, 4, 2
+
+
+class Layer(nn.Module):
+    """Experts of which each row is multiplied by its own, in the order of these."""
+
+    def __init__(self, work: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.work = work
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weight, chosen = self.router(rows).softmax(-1).topk(CHOSEN, dim=-1)
+        return x + self.work(self, rows, weight, chosen).view_as(x)
+
+    def experts(self, x: Tensor, number: Tensor) -> Tensor:
+        h = F.silu(torch.bmm(self.up[number], x[:, :, None]))
+        return torch.bmm(self.down[number], h)[:, :, 0]
+
+
+class Model(nn.Module):
+    def __init__(self, work: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer(work) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def by_order_of_order(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    y = m.experts(x[order // CHOSEN], flat[order])
+    y = y * weight.flatten()[order].unsqueeze(-1)
+    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+
+def by_written_rows(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    number, order = torch.sort(chosen.view(-1))
+    y = torch.empty(len(order), WIDTH, dtype=x.dtype)
+    y[order] = m.experts(x.repeat_interleave(CHOSEN, 0)[order], number)
+    return (y.view(*chosen.shape, -1) * weight[..., None]).sum(1)
+
+
+def by_scattered_places(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    flat = chosen.reshape(-1)
+    order = torch.argsort(flat, descending=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    y = m.experts(
+        x.index_select(0, order.div(CHOSEN, rounding_mode="floor")), flat[order]
+    )
+    return torch.einsum("nkd,nk->nd", y[places].unflatten(0, chosen.shape), weight)
+
+
+def by_added_rows(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    token = torch.arange(len(x)).repeat_interleave(CHOSEN)
+    number, order = chosen.flatten().sort(0)
+    token, share = token.index_select(0, order), weight.flatten()[order]
+    y = m.experts(x[token], number) * share[:, None]
+    return torch.zeros_like(x).index_add(0, token, y)
+
+
+def by_scattered_sums(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    order = chosen.flatten().argsort()
+    token = (order // CHOSEN)[:, None].expand(-1, WIDTH)
+    y = m.experts(x.gather(0, token), chosen.flatten()[order])
+    return x.scatter_add(0, token, y * weight.flatten()[order, None])
+
+
+UNSORTED = (
+    by_order_of_order, by_written_rows, by_scattered_places, by_added_rows,
+    by_scattered_sums,
+)  # fmt: skip
+
+
+# What is not done row by row.
+SEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "running sum": lambda y: y.cumsum(0) / 50,
+    "roll": lambda y: y + y.roll(1, 0),
+    "flip": lambda y: y + y.flip(0),
+    "shares": lambda y: y.softmax(0),
+    "half": lambda y: torch.cat([y[: len(y) // 2], y[: len(y) // 2]]),
+    "first": lambda y: y + y[0],
+    "pairs": lambda y: (y.unflatten(0, (-1, 2)) + y[:2]).flatten(0, 1),
+    "differences": lambda y: torch.cat([y[:1], y.diff(dim=0)]),
+    "rows as columns": lambda y: y + (y @ y.T @ y) / 50,
+    "as places": lambda y: y * torch.arange(len(y))[:, None] / 50,
+    "largest": lambda y: y * y.argmax(0) / 50,
+    "itself again": lambda y: y[torch.arange(len(y) - 1, -1, -1)],
+    "diagonal": lambda y: y + torch.tril(torch.ones(len(y), len(y)) / 50).double() @ y,
+}
+
+
+def seen(view: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def work(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        y = view(m.experts(x[order // CHOSEN], flat[order]))
+        return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+    return work
+
+
+def back_by_another(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Of two columns that are sorted, one with the order of the other."""
+    first, second = (chosen[:, i].argsort(stable=True) for i in range(2))
+    y = m.experts(x[first], chosen[first, 0])
+    return y[second.argsort()] * weight[:, :1]
+
+
+def every_column(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """The order is one of columns, where rows are as many as these."""
+    x, chosen = x[:WIDTH], chosen[:WIDTH, 0]
+    order = chosen.argsort(stable=True)
+    y = m.experts(x[order], chosen[order])
+    back = torch.empty_like(y).scatter_(0, order.expand(WIDTH, WIDTH), y)
+    return torch.cat([back * weight[:WIDTH, :1], weight.new_zeros(32 - WIDTH, WIDTH)])
+
+
+SORTED = {k: seen(view) for k, view in SEEN.items()} | {
+    "another": back_by_another,
+    "columns": every_column,
+}
+
+
+def of(work: Callable[..., Tensor]) -> Case:
+    torch.manual_seed(0)
+    return Case(Model(work), token_batch(4, 8)).double()
+
+
+def sorts(case: Case) -> int:
+    graph = normalize(case.trace()).graph
+    return sum(n.name in ("aten.sort", "aten.argsort") for n in graph.nodes)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("work", UNSORTED)
+def test_rows_are_not_sorted(work: Callable[..., Tensor], mesh: str) -> None:
+    case = of(work)
+    assert not sorts(case)
+    case.verify(mesh, 1)
+    remarks = case.compile(mesh).remarks
+    assert not any("found by trial" in remark for remark in remarks), remarks
+
+
+@pytest.mark.parametrize("name", SORTED)
+def test_an_order_that_is_seen_stays(name: str) -> None:
+    case = of(SORTED[name])
+    assert sorts(case)
+    case.verify("dp=2", 1)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "phimoe"])
+def test_the_library_s_own_way_is_as_its_looked_up_one(kind: str) -> None:
+    ways = [
+        mixture(kind, experts_implementation=w) for w in ("grouped_mm", "batched_mm")
+    ]
+    grouped, looked_up = (
+        [n.name for n in normalize(c.trace()).graph.nodes] for c in ways
+    )
+    assert grouped.count(PRODUCT) == looked_up.count(PRODUCT) == 4
+    assert not {"aten.sort", "aten.histc", "aten.searchsorted"} & {*grouped}
