@@ -56,7 +56,6 @@ from models_of_rows import (
     others,
     scattered,
     several,
-    split,
     summed,
     themselves,
     weighed,
@@ -154,7 +153,7 @@ def test_counts_are_as_many_as_torch_gives() -> None:
 
 @pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize(
-    "add", [different, of_each, moved, split, weighed, of_two, of_length, counted_list]
+    "add", [different, of_each, moved, weighed, of_two, of_length, counted_list]
 )
 def test_what_else_depends_on_how_many_were_chosen_is_refused(add: Any) -> None:
     one = case(of_all, add)

@@ -139,7 +139,7 @@ def every_column(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     x, chosen = x[:WIDTH], chosen[:WIDTH, 0]
     order = chosen.argsort(stable=True)
     y = m.experts(x[order], chosen[order])
-    back = torch.empty_like(y).scatter_(0, order.expand(WIDTH, WIDTH), y)
+    back = torch.zeros_like(y).scatter_(0, order.expand(WIDTH, WIDTH), y)
     return torch.cat([back * weight[:WIDTH, :1], weight.new_zeros(32 - WIDTH, WIDTH)])
 
 

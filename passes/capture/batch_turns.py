@@ -17,10 +17,9 @@ from ..capture.choices import (
     find_match,
     joined,
 )
-from ..capture.compare_readings import ZEROS
 from ..capture.join_weights import enclosing
 from ..capture.rewrite import Rewriter
-from ..capture.rows import CHOOSES, is_accumulated
+from ..capture.rows import CHOOSES, ZEROS, is_accumulated
 from ..capture.turn_values import Stacked, TurnsDiffer, TurnValues, Weighed
 from ..capture.turn_writes import (
     Accumulated,

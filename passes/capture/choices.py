@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..capture.distinct import distinct_dims
+from ..capture.rows import ZEROS
 from ..graph import Node, Value
 from ..ops.op import op_of
 from ..ops.reductions import dims_of, topmost
@@ -56,6 +57,8 @@ def find_match(v: Value, made: Mapping[str, Node]) -> Match | None:
     if node.name == "aten.one_hot":
         choices, dims = find_choices(x, made)
         return Match(choices, (*dims, ((NUMBERS, v.shape[-1]),)))
+    if node.name == "aten.scatter":
+        return _scattered(node, made)
     same = kind.elements in KEPT or _is_not_zero(node)
     reduces = node.name == "aten.any" or node.name in ("aten.sum", "aten.amax")
     shows = kind.view in ("shape", "order")
@@ -106,6 +109,8 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if is_index and largest:
         dim = node.arg("dim")
         return None if dim is None or not x.shape else x.shape[dim]
+    if node.op == "aten.repeat_interleave.self_Tensor":
+        return x.numel if counting_dim(x, made) == 0 else None
     if node.name in ("aten.cat", "aten.stack"):
         each = [numbers_of(v, made) for v in node.operands]
         return None if None in each else max(n for n in each if n)
@@ -241,6 +246,21 @@ def _is_one(node: Node, made: Mapping[str, Node]) -> Match | None:
     if known is None or are_distinct(known.choices, known.gone, made):
         return known
     return None
+
+
+def _scattered(node: Node, made: Mapping[str, Node]) -> Match | None:
+    """Zeros, and 1 at each of choices along a dim."""
+    base, dim, index, value = node.named("self dim index value")
+    zeros = made.get(base.name)
+    if zeros is None or zeros.name not in ZEROS or type(value) is not int or value != 1:
+        return None
+    choices, dims = find_choices(index, made)
+    dim, numbers = dim % len(base.shape), base.shape[dim]
+    before, after = slice(dim), slice(dim + 1, None)
+    if any(base.shape[part] != index.shape[part] for part in (before, after)):
+        return None
+    every = ((NUMBERS, numbers),)
+    return Match(choices, (*dims[before], every, *dims[after]), gone=dims[dim])
 
 
 def _is_not_zero(node: Node) -> bool:

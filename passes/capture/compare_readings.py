@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..capture.choices import find_match
-from ..capture.chosen_rows import ADDING, CHOOSES
 from ..capture.reduce_rows import LOSSES
+from ..capture.rows import ADDING, CHOOSES, ZEROS
 from ..graph import Graph, Node, Value, map_values
 from ..ops.op import is_view, op_of, shows_all
 
@@ -23,7 +23,6 @@ WRITES = {
     *(f"aten.{name}" for name in ("index_put", "index_copy", "masked_scatter")),
     *("aten.scatter", *ADDING),
 }
-ZEROS = {f"aten.{name}" for name in ("zeros", "zeros_like", "new_zeros")}
 EMPTY = -1  # the key of rows of which there are none
 
 

@@ -20,9 +20,8 @@ import torch
 
 from ..capture.batch_turns import TurnBatch
 from ..capture.choices import are_distinct, find_match, numbers_of
-from ..capture.compare_readings import ZEROS
 from ..capture.rewrite import Rewriter
-from ..capture.rows import ADDING, CHOOSES, SETTING, is_accumulated
+from ..capture.rows import ADDING, CHOOSES, SETTING, ZEROS, is_accumulated
 from ..capture.turn_values import TurnsDiffer
 from ..capture.turn_writes import flat
 from ..graph import Graph, Node, Value, short

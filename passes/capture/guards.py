@@ -29,6 +29,7 @@ from ..capture.numbers_present import (
     Present,
     PresentNumbers,
 )
+from ..capture.split_by_counts import Pieces
 from ..capture.user_frames import (
     asked_by_user,
     at_work,
@@ -77,6 +78,7 @@ class Guards:
         self.reading = Reading.SOME
         self.numbered = False
         self.present = Present()
+        self.pieces = Pieces()
         self.read: Read | None = None
         # Sizes that were compared with a limit, and by which call: read as if they
         # were above it, or, within, as if none was.
@@ -97,6 +99,8 @@ class Guards:
 
     def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call gives that torch cannot answer; None of others."""
+        if (pieces := self.pieces.instead(func, args, kwargs)) is not None:
+            return pieces
         x = _first(args, kwargs)
         if func is Tensor.__bool__ and is_unknown(x) and asked_by_user():
             if id(x) in self.negated:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.numbers_present import PresentNumbers
+from ..capture.split_by_counts import Counts
 from ..capture.user_frames import asked_by_user
-from ..capture.values_read import has_shape, read_here
+from ..capture.values_read import has_shape, is_unknown, read_here
 
 INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 
@@ -38,16 +39,18 @@ class ListedRows:
 @contextmanager
 def rows_listed(hit: Callable[[Tensor], PresentNumbers | None]) -> Iterator[None]:
     """Around a forward that is captured: fake tensors, which have no numbers, list rows
-    whose count is unknown as `ListedRows`. hit: the numbers that a tensor has, if they
-    may be gone through."""
+    whose count is unknown as `ListedRows`, and as many as are known as `Counts`. hit:
+    the numbers that a tensor has, if they may be gone through."""
     usual = FakeTensor.tolist
 
     def tolist(x: FakeTensor) -> Any:
         if (numbers := hit(x)) is not None:
             return numbers.tolist()
         with torch._C.DisableTorchFunction():  # who captures need not know of this look
-            rows = x.dim() == 1 and x.dtype == torch.int64 and not has_shape(x)
-        return ListedRows(x) if rows and asked_by_user() else usual(x)
+            integers = x.dim() == 1 and x.dtype == torch.int64
+        if integers and not has_shape(x) and asked_by_user():
+            return ListedRows(x)
+        return Counts(usual(x), x) if integers and is_unknown(x) else usual(x)
 
     FakeTensor.tolist = tolist
     try:

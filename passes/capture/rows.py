@@ -10,6 +10,7 @@ from ..graph import Graph, Node, Value
 
 SETTING = ("aten.index_put", "aten.index_copy")
 ADDING = ("aten.index_add", "aten.scatter_add")
+ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
 CHOOSES = "aten.where.default"
 OWN_MASKS = (
     "dropout of rows that the data choose leaves out elements by the row; the model by "

@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 
-from ..capture.choices import NUMBERS, counting_dim, find_match, numbers_of
+from ..capture.choices import (
+    NUMBERS,
+    are_distinct,
+    counting_dim,
+    find_match,
+    numbers_of,
+)
 from ..capture.recognize_experts import PRODUCTS, Lookup
 from ..capture.rewrite import Rewriter
 from ..capture.rows import ADDING, SETTING
@@ -114,7 +120,7 @@ class _Unsorter:
     def visit(self, _: Rewriter, node: Node) -> Value | Values | None:
         if _order(node):
             return self.sort(node)
-        if node.name == "aten.searchsorted":
+        if node.op == "aten.repeat_interleave.self_Tensor":
             return self.owners(node)
         order = self.order_of(node.operands)
         if order is None or awaits_number(node):
@@ -139,14 +145,13 @@ class _Unsorter:
         return outs
 
     def owners(self, node: Node) -> Values | None:
-        """searchsorted(ends, arange(n), right=True), of where the rows of each number
-        end: the numbers, sorted."""
-        ends, rows = node.named("sorted_sequence self")
-        numbers = self.counted(ends)
-        if not node.arg("right") or counting_dim(rows, self.rewriter.made) != 0:
+        """arange(e) repeated as often as each number is there: the numbers, sorted."""
+        every, counts = node.operands
+        numbers = self.of_counts(counts)
+        if numbers is None or counting_dim(every, self.rewriter.made) != 0:
             return None
         for order in self.orders:
-            if numbers and self.sorts(order, numbers) and rows.shape == numbers.shape:
+            if self.sorts(order, numbers) and order.value.shape == node.out.shape:
                 return self.keep(node, [self.cast(order.numbers, node.out)], order)
         return None
 
@@ -255,29 +260,30 @@ class _Unsorter:
         """The numbers of which `ends` says how many are at most 0, 1, 2 and so on, to
         the last that there may be."""
         total = self.rewriter.producer(self.root(ends), "aten.cumsum")
-        if total is None or len(ends.shape) != 1:
+        return None if total is None else self.of_counts(total.operands[0])
+
+    def of_counts(self, counts: Value) -> Value | None:
+        """The numbers of which it says how many are 0, 1, 2 and so on, to the last that
+        there may be."""
+        made = self.rewriter.made
+        node = self.rewriter.producer(self.root(counts), "aten.histc", "aten.sum")
+        if node is None or len(node.out.shape) != 1:
             return None
-        counts = self.rewriter.producer(
-            self.root(total.operands[0]), "aten.histc", "aten.sum"
-        )
-        numbers = None if counts is None else self.of_counts(counts)
+        x, every = node.operands[0], node.out.numel
+        if node.name == "aten.histc":
+            bins, low, high = node.named("bins min max")
+            numbers = x if low == 0 and bins - 1 <= high <= bins else None
+        else:
+            match, kept = find_match(x, made), {*range(len(x.shape))} - {*dims_of(node)}
+            numbers = None
+            if match is not None and are_distinct(match.choices, match.gone, made):
+                whole = match.dims[kept.pop()] == ((NUMBERS, every),)
+                numbers = match.choices if whole else None
         if numbers is None:
             return None
         numbers = self.root(numbers)
-        most = numbers_of(numbers, self.rewriter.made)
-        return numbers if most and most <= ends.shape[0] else None
-
-    def of_counts(self, counts: Node) -> Value | None:
-        x = counts.operands[0]
-        if counts.name == "aten.histc":
-            bins, low, high = counts.named("bins min max")
-            return x if low == 0 and bins - 1 <= high <= bins else None
-        match = find_match(x, self.rewriter.made)
-        kept = {*range(len(x.shape))} - {*dims_of(counts)}
-        if match is None or match.number is not None or match.gone or len(kept) != 1:
-            return None
-        every = (NUMBERS, counts.out.numel)
-        return match.choices if match.dims[kept.pop()] == (every,) else None
+        most = numbers_of(numbers, made)
+        return numbers if most and most <= every else None
 
     def root(self, v: Value) -> Value:
         """What v is a view or a cast of, of all its elements in their order."""

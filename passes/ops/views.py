@@ -106,7 +106,7 @@ def length_of_copies(node: Node) -> Node:
     """As many copies as they were; torch may have noted how long the result is."""
     if node.arg("output_size") is None:
         return node
-    return node.with_args(output_size=node.out.shape[node.arg("dim")])
+    return node.with_args(output_size=node.out.shape[node.arg("dim") or 0])
 
 
 # --- Derivatives ------------------------------------------------------------------
