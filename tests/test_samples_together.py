@@ -77,3 +77,32 @@ def test_more_samples_take_more_memory(of: ShortModel) -> None:
 def test_more_microbatches_are_refused(of: ShortModel) -> None:
     with pytest.raises(LossNotSeparable, match="use microbatches=1"):
         find_plans(of, cluster_of("4xA100-80GB"), SAMPLES, microbatches=2)
+
+
+@pytest.mark.parametrize("cut", ["chunk", "split", "tensor_split", "slices"])
+def test_a_loss_by_chunks_of_the_sequence_may_have_microbatches(cut: str) -> None:
+    """As the error about chunks of all rows has it."""
+    cuts = {
+        "chunk": lambda x, dim: x.chunk(4, dim),
+        "split": lambda x, dim: x.split(x.shape[dim] // 4, dim),
+        "tensor_split": lambda x, dim: x.tensor_split(4, dim),
+        "slices": lambda x, dim: [x.narrow(dim, 0, 2), x.narrow(dim, 2, 2)],
+    }
+
+    def by_rows(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        rows, labels = logits.flatten(0, 1), batch["input_ids"].flatten()
+        pieces = zip(cuts[cut](rows, 0), cuts[cut](labels, 0), strict=True)
+        return sum(F.cross_entropy(*piece, reduction="sum") for piece in pieces)
+
+    def along(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        labels = cuts[cut](batch["input_ids"], 1)
+        pieces = zip(cuts[cut](logits.mT, 2), labels, strict=True)
+        return sum(F.cross_entropy(*piece, reduction="sum") for piece in pieces)
+
+    torch.manual_seed(0)
+    model = randomize(Stack(Block, 1))
+    batch = {"input_ids": torch.randint(VOCAB, (SAMPLES, 4))}
+    with pytest.raises(LossNotSeparable) as error:
+        Case(model, batch, by_rows).compile("pp=1", 2)
+    assert "x.chunk(8, 1)" in error.value.fix
+    Case(model, batch, along).double().verify("dp=2", 2)

@@ -20,10 +20,17 @@ TOGETHER = (
     "keep samples independent of each other up to the loss, or use microbatches=1; "
     "what compares two samples may have them side by side: r.view(-1, 2)"
 )
-# What some products of experts do with the rows of all samples, and others do not.
+# Some products of experts sort the rows of all samples, and others do not.
 SORTED = (
-    "; experts of Hugging Face, with experts_implementation='batched_mm' or 'eager', "
-    "sort no rows"
+    f"{TOGETHER}; experts of Hugging Face, with experts_implementation='batched_mm' or "
+    "'eager', sort no rows"
+)
+CUT = (
+    "cut along another dim than that of samples, as x.chunk(8, 1) of x [batch, seq, "
+    "...], before their rows are flattened; or use microbatches=1"
+)
+OTHERWISE = {"aten.sort": SORTED, "aten.argsort": SORTED} | dict.fromkeys(
+    ("aten.chunk", "aten.split", "aten.split_with_sizes", "aten.slice"), CUT
 )
 
 
@@ -52,7 +59,7 @@ def check_op(
                 f"{node} needs the whole batch of %{v.name}, but microbatches "
                 "come one after another",
                 source=str(node.location),
-                fix=TOGETHER + SORTED * (node.name in ("aten.sort", "aten.argsort")),
+                fix=OTHERWISE.get(node.name, TOGETHER),
             )
 
 
