@@ -180,13 +180,6 @@ def test_experts_that_are_hit_are_as_those_that_are_looked_up(name: str) -> None
     case.verify("ep=2")
 
 
-def test_experts_that_sort_all_tokens_need_all_of_them_and_others_do_not() -> None:
-    with pytest.raises(LossNotSeparable) as caught:
-        mixture("mixtral", experts_implementation="grouped_mm").compile("dp=2", 2)
-    assert "experts_implementation='batched_mm'" in caught.value.fix
-    mixture("mixtral", experts_implementation="batched_mm").compile("dp=2", 2)
-
-
 @pytest.mark.slow
 def test_experts_that_sort_all_tokens_are_split() -> None:
     case = mixture("mixtral", experts_implementation="grouped_mm")

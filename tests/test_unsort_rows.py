@@ -186,3 +186,8 @@ def test_the_library_s_own_way_is_as_its_looked_up_one(kind: str) -> None:
     )
     assert grouped.count(PRODUCT) == looked_up.count(PRODUCT) == 4
     assert not {"aten.sort", "aten.histc", "aten.searchsorted"} & {*grouped}
+
+
+def test_the_library_s_own_way_takes_microbatches() -> None:
+    case = mixture("mixtral", experts_implementation="grouped_mm")
+    case.verify("dp=2", 2)

@@ -20,16 +20,11 @@ TOGETHER = (
     "keep samples independent of each other up to the loss, or use microbatches=1; "
     "what compares two samples may have them side by side: r.view(-1, 2)"
 )
-# Some products of experts sort the rows of all samples, and others do not.
-SORTED = (
-    f"{TOGETHER}; experts of Hugging Face, with experts_implementation='batched_mm' or "
-    "'eager', sort no rows"
-)
 CUT = (
     "cut along another dim than that of samples, as x.chunk(8, 1) of x [batch, seq, "
     "...], before their rows are flattened; or use microbatches=1"
 )
-OTHERWISE = {"aten.sort": SORTED, "aten.argsort": SORTED} | dict.fromkeys(
+OTHERWISE = dict.fromkeys(
     ("aten.chunk", "aten.split", "aten.split_with_sizes", "aten.slice"), CUT
 )
 
