@@ -60,7 +60,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def type(self) -> str:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from autopar.passes.dims.probe import holds
 from autopar.passes.graph import OWN, Node, Value
 from autopar.passes.mesh import Mesh
+from autopar.passes.ops import op as op_module
 from autopar.passes.ops.cotangents import Cotangents
-from autopar.passes.ops.op import OPS, Op, OutCotangents, Place
+from autopar.passes.ops.op import OPS, Op, OutCotangents, Place, declaration
 from autopar.passes.ops.rules import equation
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.schedule.check_schedule import peak_in_flight
@@ -45,6 +46,7 @@ DIFFS = re.findall(r"```diff\n(.*?)```", GUIDE, re.DOTALL)
 def add_op(monkeypatch: pytest.MonkeyPatch, op: Op) -> None:
     """What `declare` does, undone when the test ends."""
     monkeypatch.setitem(OPS, op.name, op)
+    monkeypatch.setattr(op_module, "declaration", declaration.__wrapped__)
     if not op.name.startswith("aten."):
         arguments = {a: (i, None) for i, a in enumerate(op.heeds.split())}
         monkeypatch.setitem(OWN, op.name, arguments)
@@ -207,7 +209,7 @@ def test_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*shown.parameters][1:] == [*made.parameters][1:]
     monkeypatch.setattr(Comm, "running_sum", running_sum, raising=False)
     spread = replace(OPS["aten.cumsum"], rule="b s~ k -> b s~ k", on_rank=over_ranks)
-    monkeypatch.setitem(OPS, "aten.cumsum", spread)
+    add_op(monkeypatch, spread)
     case(Cumulative()).verify("cp=2")
     case(Cumulative()).verify("cp=3,dp=2", zero=1)
     (text,) = case(Cumulative()).compile("cp=2").modules.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from types import MappingProxyType
 
@@ -12,6 +13,7 @@ from ..graph import Node
 from ..ops.arguments import shows_operand
 from ..ops.op import OPS, is_view
 
+Shape = tuple[int, ...]
 # To add to an operand, and to several.
 ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"
 # Ops that have a form that writes over the first operand -> that form.
@@ -36,17 +38,23 @@ def find_owners(
     another one from outside has no owner.
     """
     owner = dict(entering)
-    alone = {n.out.name for n in nodes if arrives_in_place(n)}
-    expands = {n.out.name: n for n in nodes if n.op.startswith("aten.expand")}
+    alone: set[str] = set()
+    expands: dict[str, Node] = {}
     for node in nodes:
         if not node.results:
             continue
+        if arrives_in_place(node):
+            alone.add(node.out.name)
         waits = node.op == "comm.wait" and node.operands[0].name in alone
         shares = waits or is_in_place(node) or may_alias(node)
+        if node.name == "aten.expand":
+            expands[node.out.name] = node
         if not shares or _copies(node, expands):
-            owner.update((v.name, v.name) for v in node.results)
+            for v in node.results:
+                owner[v.name] = v.name
         elif node.operands and (base := owner.get(node.operands[0].name)):
-            owner.update((v.name, base) for v in node.results)
+            for v in node.results:
+                owner[v.name] = base
     return owner
 
 
@@ -58,12 +66,17 @@ def _copies(node: Node, expands: Mapping[str, Node]) -> bool:
     expand = expands.get(node.operands[0].name)
     if expand is None or expand.operands[0].name in expands:
         return False
-    x = torch.empty(expand.operands[0].shape, device="meta").expand(expand.out.shape)
+    return not _views(expand.operands[0].shape, expand.out.shape, node.out.shape)
+
+
+@cache
+def _views(shape: Shape, expanded: Shape, viewed: Shape) -> bool:
+    """Whether what is expanded so may be viewed in that shape."""
     try:
-        x.view(node.out.shape)
+        torch.empty(shape, device="meta").expand(expanded).view(viewed)
     except RuntimeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def is_in_place(node: Node) -> bool:
@@ -74,7 +87,7 @@ def is_in_place(node: Node) -> bool:
 def may_alias(node: Node) -> bool:
     """Whether a result may be a view of an operand."""
     is_part = is_view(node) or node.op == "comm.shard"
-    if not is_part and not shows_operand(node.op, written=True):
+    if not is_part and not shows_operand(node.op, True):
         return False
     return node.name != "aten.to" or node.out.dtype is node.operands[0].dtype
 

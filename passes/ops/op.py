@@ -224,18 +224,21 @@ def declare(*ops: Op) -> None:
         OPS[op.name] = op
         if not op.name.startswith("aten."):
             OWN[op.name] = {a: (i, None) for i, a in enumerate(op.heeds.split())}
-    unknown.cache_clear()
+    declaration.cache_clear()
 
 
 def op_of(node: Node) -> Op:
     """The declaration of a node's op."""
-    name = without_overload(node.op)  # not `node.name`: passes ask some million times
-    return OPS.get(name) or unknown(name)
+    return declaration(node.op)
 
 
-@cache
-def unknown(name: str) -> Op:
-    """The declaration of an op that has none: of torch's, or the user's own."""
+@cache  # passes ask some million times
+def declaration(op: str) -> Op:
+    """The declaration of an op, with its overload or without: one that says nothing, of
+    torch's, or the user's own, that has none."""
+    name = without_overload(op)
+    if name in OPS:
+        return OPS[name]
     assert not name.startswith(OURS), f"{name} is declared nowhere in passes.ops"
     return Op(name=name)
 
@@ -248,7 +251,7 @@ def is_usual(node: Node) -> bool:
 def selects(name: str) -> bool:
     """Whether an op rounds nothing, as what its results hold is in its operands, whose
     places it may change. name: without overload."""
-    op = OPS.get(name) or unknown(name)
+    op = declaration(name)
     moves = op.values and not {"accumulate", "reduce"}.intersection(op.heeds.split())
     return op.selects or bool(moves) or op.elements == "same"
 

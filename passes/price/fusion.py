@@ -46,14 +46,15 @@ def fused_traffic(
         if not traffic(node):
             traffic_of.append((0, False))
             continue
-        read = {v.name: v for v in node.operands}.values()
-        moved = sum(v.bytes for v in read if not handed(roots[v.name], i))
+        read = {v.name: v for v in node.operands}
+        comes = {name: handed(roots[name], i) for name in read}
+        moved = sum([v.bytes for name, v in read.items() if not comes[name]])
         for v in node.results:
             later = readers.get(v.name, [])
             inside = len(later) == 1 and handed(v.name, later[0])
             if not inside or v.name in stays:
                 moved += v.bytes
-        traffic_of.append((moved, not any(handed(roots[v.name], i) for v in read)))
+        traffic_of.append((moved, not any(comes.values())))
     return traffic_of
 
 

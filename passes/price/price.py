@@ -63,11 +63,12 @@ def compute_part(
             there.append(Exchange(*collective_kind, 1.0, float(_whole(node))))
         elif node.op not in SPEAKS:
             seconds, how = device.ops.seconds(node)
-            operations += flops(node)
+            own = flops(node)
+            operations += own
             if how != TABLE:
                 known[how] += seconds
             else:
-                at_peak = flops(node) / _peak(node, device) if moved else 0.0
+                at_peak = own / _peak(node, device) if moved else 0.0
                 if share := attention_share(node, device.attention):
                     attention += at_peak / share
                 else:
@@ -134,5 +135,7 @@ def _peak(node: Node, device: Device) -> float:
     if op_of(node).flops is of_weight_grad:
         values = node.operands[1:3]
     floating = [v for v in values if v.dtype.is_floating_point] or values
-    dtype = max(floating, key=lambda v: v.bytes).dtype
+    dtype, *others = {v.dtype for v in floating}
+    if others:
+        dtype = max(floating, key=lambda v: v.bytes).dtype
     return device.peak(str(dtype).removeprefix("torch."))

@@ -19,11 +19,9 @@ from ..ops.op import op_of
 from ..ops.products import of_weight_grad
 from ..price.account import Account, Alive, Held, PartCost
 from ..shard.parameter_sharding import find_casts
-from ..stage.blocks import Beside, beside_blocks, block_messages
-from ..stage.count_footprint import footprints
+from ..stage.blocks import beside_blocks, block_messages
+from ..stage.count_footprint import footprints, nothing_beside
 from ..stage.local_stage import LocalStage
-
-ZEROS = (2, 3)  # the stages of ZeRO in which something moves by block
 
 
 def with_held(
@@ -33,7 +31,7 @@ def with_held(
     what ranks that hold shares of parameters would have alive. offload: the optimizer's
     state is not on the device."""
     experts = _experts(local)
-    besides = _besides(local, experts) if shares else [beside_blocks(local, 0)]
+    besides = beside_blocks(local, experts) if shares else nothing_beside
     sizes, *others = footprints(local, besides)
     among, alone = others[: len(others) // 2], others[len(others) // 2 :]
     if not experts:
@@ -114,21 +112,6 @@ def _experts(local: LocalStage) -> set[str]:
     shardings = local.stage.shardings
     named = ((v.name, axis) for v in local.params for axis in axes)
     return {name for name, axis in named if shardings[name].place(axis) is not None}
-
-
-def _besides(local: LocalStage, experts: Collection[str]) -> list[Beside]:
-    """What is alive by block, in the order of `Alive`, and again of a piece alone;
-    without experts, once, as sweeps take time."""
-    some = (frozenset[str](), *([frozenset(experts)] if experts else []))
-    return [
-        beside_blocks(local, 0),
-        *(
-            beside_blocks(local, zero, unshared, neighbours)
-            for neighbours in (True, False)
-            for unshared in some
-            for zero in ZEROS
-        ),
-    ]
 
 
 def _read(local: LocalStage, casts: Mapping[str, str]) -> dict[str, int]:

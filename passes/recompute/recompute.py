@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..dims.name_dims import Dims
 from ..graph import Node, Value
@@ -26,26 +27,18 @@ from ..recompute.elementwise_again import elementwise_again
 
 
 def recompute(
-    policies: Mapping[str, str],
-    forward: Sequence[Node],
-    backward: Sequence[Node],
-    keep: Collection[str],
-    whole: Sequence[Node],
-    dims: Mapping[str, Dims],
-    there: Collection[str] = (),
+    policies: Mapping[str, str], run: Run, keep: Collection[str]
 ) -> list[Node]:
     """The backward, with nodes in it that make again what is not kept.
 
     policies: layer -> the name of its policy, see `POLICIES`. keep: names of values
-    that are kept anyway, as they leave the stage. whole: the stage's nodes in global
-    shapes, which are those of every rank. dims: the named dims of their values. there:
-    names of what both can read at any time.
+    that are kept anyway, as they leave the stage.
     """
+    forward, backward = run.forward, run.backward
     used = {*policies.values()}
     if used <= {"none"}:
         return list(backward)
-    stage = Run(whole, forward, backward, dims, there)
-    remade = {name: POLICIES[name](stage) for name in {"none", *used}}
+    remade = {name: POLICIES[name](run) for name in {"none", *used}}
 
     def again_in(layer: str) -> Again:
         return remade[policies.get(layer, "none")]
@@ -155,14 +148,20 @@ def add_unnamed(
 
 @dataclass(frozen=True)
 class Run:
-    """What a policy chooses from, see `recompute`. forward, backward: in the shapes of
-    a rank."""
+    """What a policy chooses from: a stage's forward and backward, in the shapes of a
+    rank. whole: its nodes in global shapes, which are those of every rank. dims: the
+    named dims of their values. there: names of what both can read at any time."""
 
     whole: Sequence[Node]
     forward: Sequence[Node]
     backward: Sequence[Node]
     dims: Mapping[str, Dims]
     there: Collection[str]
+
+    @cached_property
+    def elementwise(self) -> AbstractSet[str]:
+        """Names of what costs little where elementwise ops run as one."""
+        return elementwise_again(self.forward, self.backward, self.there)
 
 
 @dataclass(frozen=True)
@@ -185,15 +184,14 @@ def none(_: Run) -> Again:
 
 def elementwise(run: Run) -> Again:
     """What costs little where elementwise ops run as one."""
-    names = elementwise_again(run.forward, run.backward, run.there)
-    return Again(where_read=names)
+    return Again(where_read=run.elementwise)
 
 
 def selective(run: Run) -> Again:
     """That, the core of attention, and what ranks gather of each other."""
     large = add_unnamed(squares(run.whole, run.dims), run.forward, run.dims)
     large |= gathered(run.forward)
-    return Again(large, elementwise(run).where_read - large)
+    return Again(large, run.elementwise - large)
 
 
 def full(run: Run) -> Again:

@@ -139,9 +139,11 @@ def find_made(nodes: Iterable[Node], sources: Collection[str]) -> dict[str, Node
     """What is made of the given values alone: value name -> its node, in order."""
     makers: dict[str, Node] = {}
     for node in nodes:
-        names = [v.name for v in node.operands]
-        if names and all(n in sources or n in makers for n in names):
-            makers.update((v.name, node) for v in node.results)
+        for v in node.operands:
+            if v.name not in sources and v.name not in makers:
+                break
+        else:
+            makers |= {v.name: node for v in node.results if node.operands}
     return makers
 
 

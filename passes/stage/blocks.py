@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
 
 Runs = Collection[tuple[int, int]]  # of nodes that are a function, from begin to end
-Beside = Callable[[Sequence[Node], Runs], Sequence[int]]  # bytes at each of the nodes
+# What may be beside nodes, in several cases: bytes at each of them.
+Besides = Callable[[Sequence[Node], Runs], Sequence[Sequence[int]]]
 
 
 class _Use(NamedTuple):
@@ -61,7 +63,7 @@ def block_messages(
     if grads:
         moved = {g.name: g for g in local.grads.values()}
         owner = {g.name: name for name, g in local.grads.items()}
-    blocks = _uses(nodes, (), moved, by_first=not grads)
+    blocks = _blocks(_uses(nodes, (), moved, by_first=not grads))
     uses = [use for block in blocks for use in block]
     apart = [u.bytes for u in uses if owner.get(u.name, u.name) in some]
     largest = max((sum(u.bytes for u in block) for block in blocks), default=0)
@@ -76,41 +78,42 @@ def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
     return {v.name: v for v in (*local.params, *made)}
 
 
-def beside_blocks(
-    local: LocalStage, zero: int, alone: Collection[str] = (), neighbours: bool = True
-) -> Beside:
-    """For `passes.stage.count_footprint`: gradients by block from ZeRO-2 on,
-    and weights from ZeRO-3 on, in the precision in which they are gathered. alone:
-    parameters that no other rank has, which are never gathered. neighbours: whether the
-    stage is a piece of one, with blocks next to it."""
+def beside_blocks(local: LocalStage, some: Collection[str]) -> Besides:
+    """For `passes.stage.count_footprint`: nothing; gradients by block, as in ZeRO-2;
+    and weights too, as in ZeRO-3, in the precision in which they are gathered. These
+    two again without parameters that no other rank has, `some`, if there are any, which
+    are never gathered; and all of that again for a stage that is no piece of one, with
+    blocks next to it."""
     casts = find_casts(local.prologue, local.params)
-    weights = {
-        name: v
-        for name, v in _gathered(local, casts).items()
-        if zero > 2 and casts.get(name, name) not in alone
-    }
-    grads = {
-        g.name: g for name, g in local.grads.items() if zero > 1 and name not in alone
-    }
+    weights = _gathered(local, casts)
+    grads = {g.name: g for g in local.grads.values()}
+    alone = {*some, *(name for name, held in casts.items() if held in some)}
+    alone |= {g.name for name, g in local.grads.items() if name in some}
 
-    def beside(nodes: Sequence[Node], runs: Runs) -> Sequence[int]:
-        alive = [0] * len(nodes)
-        before = neighbours and bool(local.receives)
-        after = neighbours and local.loss is None
-        if nodes is not local.forward:
-            before, after = after, before
-        _gather(alive, _uses(nodes, runs, weights, by_first=True), after)
-        _scatter(alive, _uses(nodes, runs, grads, by_first=False), before)
-        return alive
+    def besides(nodes: Sequence[Node], runs: Runs) -> list[Sequence[int]]:
+        count = len(nodes)
+        read = _uses(nodes, runs, weights, by_first=True)
+        made = _uses(nodes, runs, grads, by_first=False)
+        rows: list[Sequence[int]] = [[0] * count]
+        for neighbours in (True, False):
+            before = neighbours and bool(local.receives)
+            after = neighbours and local.loss is None
+            if nodes is not local.forward:
+                before, after = after, before
+            for left_out in (set[str](), alone) if some else (set[str](),):
+                scattered = _scatter(count, _blocks(made, left_out), before)
+                gathered = _gather(count, _blocks(read, left_out), after)
+                rows += [scattered, [*map(add, gathered, scattered)]]
+        return rows
 
-    return beside
+    return besides
 
 
 def _uses(
     nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value], by_first: bool
-) -> list[list[_Use]]:
-    """By block, in the order of first or last uses. Views of parameters count as uses
-    of them."""
+) -> list[_Use]:
+    """In the order of first or last uses. Views of parameters count as uses of
+    them."""
     if not moved:
         return []
     first: dict[str, int] = {}
@@ -127,41 +130,60 @@ def _uses(
     for n, i in first.items():
         layer = nodes[i if by_first else last[n]].location.layer
         uses.append(_Use(i, last[n], moved[n].bytes, moved[n].dtype, layer, n))
-    uses.sort(key=lambda use: use.first if by_first else use.last)
-    return [list(own) for _, own in groupby(uses, key=lambda use: use.layer)]
+    return sorted(uses, key=lambda use: use.first if by_first else use.last)
 
 
-def _gather(alive: list[int], blocks: Sequence[Sequence[_Use]], more: bool) -> None:
+def _blocks(uses: Sequence[_Use], left_out: Collection[str] = ()) -> list[list[_Use]]:
+    """Neighbours of one layer."""
+    own = (use for use in uses if use.name not in left_out)
+    return [list(block) for _, block in groupby(own, key=lambda use: use.layer)]
+
+
+class _Alive:
+    """Bytes alive at each of so many nodes."""
+
+    def __init__(self, nodes: int) -> None:
+        self.changes = [0] * (nodes + 1)
+
+    def add(self, begin: int, end: int, size: int) -> None:
+        """So many from one node until before another one."""
+        if begin < end:
+            self.changes[begin] += size
+            self.changes[end] -= size
+
+    def levels(self) -> list[int]:
+        return list(accumulate(self.changes[:-1]))
+
+
+def _gather(nodes: int, blocks: Sequence[Sequence[_Use]], more: bool) -> list[int]:
     """more: another block is gathered while the last one computes."""
-    start = 0
+    alive, start = _Alive(nodes), 0
     sizes = [sum(use.bytes for use in block) for block in blocks]
     sizes.append(sizes[-1] if sizes and more else 0)
     for i, block in enumerate(blocks):
         begin = block[0].first
-        for at in range(start, begin):
-            alive[at] += sizes[i]
+        alive.add(start, begin, sizes[i])
         # A tensor that is alone becomes whole where it arrived; rows of the next block
         # take the place of those that were copied.
         rows = sizes[i] if len(block) > 1 else 0
-        alive[begin] += max(0, rows - sizes[i + 1])
+        alive.add(begin, begin + 1, max(0, rows - sizes[i + 1]))
         for use in block:
-            for at in range(begin, use.last + 1):
-                alive[at] += use.bytes
+            alive.add(begin, use.last + 1, use.bytes)
         start = begin
-    for at in range(start, len(alive)):
-        alive[at] += sizes[-1]
+    alive.add(start, nodes, sizes[-1])
+    return alive.levels()
 
 
-def _scatter(alive: list[int], blocks: Sequence[Sequence[_Use]], before: bool) -> None:
+def _scatter(nodes: int, blocks: Sequence[Sequence[_Use]], before: bool) -> list[int]:
     """before: gradients of another block are on their way when the first begins."""
+    alive = _Alive(nodes)
+    sizes = [sum(use.bytes for use in block) for block in blocks]
     if blocks and before:
-        for at in range(blocks[0][-1].last):
-            alive[at] += 2 * sum(use.bytes for use in blocks[0])
+        alive.add(0, blocks[0][-1].last, 2 * sizes[0])
     for i, block in enumerate(blocks):
         end = block[-1].last
         for use in block:
-            for at in range(use.first, end + 1):
-                alive[at] += use.bytes
-        landed = blocks[i + 1][-1].last if i + 1 < len(blocks) else len(alive)
-        for at in range(end, landed):
-            alive[at] += 2 * sum(use.bytes for use in block)
+            alive.add(use.first, end + 1, use.bytes)
+        landed = blocks[i + 1][-1].last if i + 1 < len(blocks) else nodes
+        alive.add(end, landed, 2 * sizes[i])
+    return alive.levels()

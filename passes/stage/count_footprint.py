@@ -18,18 +18,23 @@ from ..ops.memory import find_owners
 from ..schedule.footprint import Communication, Footprint
 from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_made
-from ..stage.blocks import Beside, Runs
+from ..stage.blocks import Besides, Runs
 from ..stage.local_stage import LocalStage
 from ..stage.storages import Storages, storages
 
 
 def footprint(local: LocalStage) -> Footprint:
     """Activation memory of one microbatch."""
-    return footprints(local, [_nothing])[0]
+    return footprints(local, nothing_beside)[0]
 
 
-def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
-    """The footprint with each of several things beside: their bytes at each node."""
+def nothing_beside(nodes: Sequence[Node], runs: Runs) -> list[list[int]]:
+    """The one case in which nothing is there but what values stand for."""
+    return [[0] * len(nodes)]
+
+
+def footprints(local: LocalStage, besides: Besides) -> list[Footprint]:
+    """The footprint with each of several things beside."""
     parts = storages(local)
     forward, backward, _ = parts
     owners, sizes = forward.owners, forward.sizes
@@ -52,7 +57,7 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
             received=received,
             sent=sent,
         )
-        for f, b, w in ([_peak(part, beside) for part in parts] for beside in besides)
+        for f, b, w in zip(*(_peaks(part, besides) for part in parts), strict=True)
     ]
 
 
@@ -83,14 +88,10 @@ def _whole(local: LocalStage) -> tuple[int, int]:
     return step, max(begin.peak + grads, step + end.peak)
 
 
-def _nothing(nodes: Sequence[Node], runs: Runs) -> list[int]:
-    return [0] * len(nodes)
-
-
-def _peak(part: Storages, beside: Beside) -> int:
+def _peaks(part: Storages, besides: Besides) -> list[int]:
     """The most bytes alive at once, with those that no value stands for."""
-    more = beside(part.nodes, part.runs)
-    return max([part.before, *map(add, part.levels, more)])
+    rows = besides(part.nodes, part.runs)
+    return [max([part.before, *map(add, part.levels, row)]) for row in rows]
 
 
 def communication(local: LocalStage) -> list[Communication]:

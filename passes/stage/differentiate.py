@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from ..builder import Builder
 from ..graph import Graph, Node, Value, live_in
 from ..mesh import TIME
-from ..recompute.recompute import recompute
+from ..recompute.recompute import Run, recompute
 from ..shard.parameter_sharding import (
     find_casts,
     find_gathered,
@@ -33,7 +34,7 @@ from ..stage.overlap import (
     tell_ready,
 )
 from ..stage.reuse import own_residuals, reuse
-from ..stage.runs import gather_runs, passed_on
+from ..stage.runs import find_remade, gather_runs, passed_on
 from ..stage.split_backward import find_dependent, split_backward
 from ..stage.split_stages import Stage
 from ..stage.write_backward import Writer
@@ -66,6 +67,15 @@ class Joint:
     halves: bool
     input_half: frozenset[str]
     taken: frozenset[str]
+
+    @cached_property
+    def run(self) -> Run:
+        """What policies of recomputation choose from."""
+        once = (v for n in self.prologue for v in n.results)
+        made = (*once, *self.sources["inputs"], *self.grads.values())
+        there = self.standing.union(v.name for v in made)
+        stage = self.stage
+        return Run(stage.forward, self.forward, self.backward, stage.dims, there)
 
     @property
     def graph(self) -> Graph:
@@ -174,11 +184,8 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     handed = (*sources["sends"], *sources["outputs"], joint.loss)
     ends = {v.name for v in handed if v}
     stage = joint.stage
-    elsewhere = standing | {v.name for n in joint.prologue for v in n.results}
-    elsewhere |= {v.name for v in (*sources["inputs"], *joint.grads.values())}
-    again = recompute(
-        policies, forward, joint.backward, ends, stage.forward, stage.dims, elsewhere
-    )
+    elsewhere = joint.run.there
+    again = recompute(policies, joint.run, ends)
     backward = gather_again(forward, again, standing)
     weight_half: list[Node] = []
     residuals = _residuals(joint, backward, elsewhere)
@@ -186,7 +193,8 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         received = {v.name for v in joint.d_receives if v}
         backward, weight_half = split_backward(backward, joint.input_half | received)
     weight_residuals = _live_in(weight_half, elsewhere)
-    again_too = passed_on([forward, backward, weight_half])
+    run = forward, backward, weight_half
+    again_too = passed_on(run, find_remade(run))
     returned = {v.name for v in (*joint.d_receives, *weight_residuals) if v}
     builder = Builder(set(joint.taken))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..graph import LAYER, Location, Node, Value, live_in
 from ..stage.names import ENTRIES, RESERVED
-from ..stage.runs import find_all_runs
+from ..stage.runs import find_remade, find_runs
 
 CALL = "call."
 
@@ -120,11 +120,11 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
 
 def _runs(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Iterator[_Run]:
     """The runs of all parts, with what is read of them once they are over."""
-    places = find_all_runs([nodes for nodes, _ in parts])
+    remade = find_remade([nodes for nodes, _ in parts])
     for number, (nodes, live_out) in enumerate(parts):
         last = {v.name: i for i, node in enumerate(nodes) for v in node.operands}
         last.update(dict.fromkeys(live_out, len(nodes)))
-        for begin, end in places[number]:
+        for begin, end in find_runs(nodes, remade):
             own = tuple(nodes[begin:end])
             made = (v.name for n in own for v in n.results)
             read = frozenset(name for name in made if last.get(name, 0) >= end)

@@ -74,7 +74,9 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
     aliases: set[str] = set()
     for node in nodes:
         if op_of(node).view == "copies" or (
-            may_alias(node) and any(v.name in aliases for v in node.operands)
+            aliases
+            and may_alias(node)
+            and not aliases.isdisjoint([v.name for v in node.operands])
         ):
             aliases.update(v.name for v in node.results)
     return aliases

@@ -18,6 +18,7 @@ from ..ops.random import DRAWS
 from ..ops.rules import is_fusable
 from ..stage.split_backward import GRADIENT
 
+Parts = Sequence[Sequence[Node]]
 LEAST = 3  # nodes that compute and are worth a function
 
 
@@ -27,7 +28,7 @@ def gather_runs(nodes: Sequence[Node]) -> list[Node]:
     nodes: before `reuse`, so that only nodes without results write over something,
     their first operand.
     """
-    owners = find_owners(nodes)
+    owners = find_owners(nodes) if any(map(is_sum, nodes)) else {}
     gathered: list[Node] = []
     before: list[Node] = []
     run: list[Node] = []
@@ -116,25 +117,19 @@ def _reads_others(nodes: Sequence[Node]) -> bool:
     return False
 
 
-def find_all_runs(parts: Sequence[Sequence[Node]]) -> list[list[tuple[int, int]]]:
-    """The runs of each part, in the order in which they run."""
-    remade = _remade(parts)
-    return [list(find_runs(nodes, remade)) for nodes in parts]
-
-
-def passed_on(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
+def passed_on(parts: Parts, remade: frozenset[str]) -> frozenset[str]:
     """Names of what a part makes again and that is read, in any of them, by others than
-    what does so: one function makes it each time, and returns it."""
-    remade = _remade(parts)
+    what does so: one function makes it each time, and returns it. remade: see
+    `find_remade`."""
     if not remade:
         return remade
     others = (n for p in parts for n in p if not _makes(n, remade))
     return remade.intersection(v.name for n in others for v in n.operands)
 
 
-def _remade(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
-    """Names of what several parts make; but where elementwise ops alone are run again,
-    they belong to those that read them."""
+def find_remade(parts: Parts) -> frozenset[str]:
+    """Names of what several parts make, in the order in which they run; but where
+    elementwise ops alone are run again, they belong to those that read them."""
     made: set[str] = set()
     again: set[str] = set()
     for nodes in parts:
@@ -151,4 +146,4 @@ def _remade(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
 
 
 def _makes(node: Node, names: Collection[str]) -> bool:
-    return bool(names) and any(v.name in names for v in node.results)
+    return bool(names) and any([v.name in names for v in node.results])

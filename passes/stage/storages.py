@@ -12,7 +12,7 @@ from ..ops.memory import find_owners, takes_memory
 from ..ops.op import op_of
 from ..shard.collectives import bytes_of
 from ..stage.local_stage import LocalStage
-from ..stage.runs import find_all_runs, passed_on
+from ..stage.runs import find_remade, find_runs, passed_on
 
 
 class Storages:
@@ -133,7 +133,9 @@ class Alive:
 def storages(local: LocalStage) -> tuple[Storages, Storages, Storages]:
     """Those of a microbatch's forward, its backward, and the weight half of it."""
     halves = local.forward, local.backward, local.weight_half or ()
-    runs, returned = find_all_runs(halves), passed_on(halves)
+    remade = find_remade(halves)
+    runs = [list(find_runs(nodes, remade)) for nodes in halves]
+    returned = passed_on(halves, remade)
     ends = {v.name for v in (*local.residuals, *local.ends)}
     arrived = {v.name: v.bytes for v in local.receives}
     forward = Storages(local.forward, ends, arrived, {}, runs[0], returned)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -157,8 +157,13 @@ def _trace(
     if not any(dtype.itemsize == 2 for _, dtype in types):
         with suppress(NotImplementedError):
             return _run(call, types, wanted, "meta")
-    with FakeTensorMode():
+    with _fake():
         return _run(call, types, wanted, "cpu")
+
+
+@cache  # it takes longer to make than to trace with
+def _fake() -> FakeTensorMode:
+    return FakeTensorMode()
 
 
 def _run(
