@@ -18,13 +18,14 @@ import torch
 from ..capture.distinct import distinct_dims
 from ..capture.rows import ZEROS
 from ..graph import Node, Value
-from ..ops.op import op_of
+from ..ops.op import op_of, shows_all
 from ..ops.reductions import dims_of, topmost
 from ..ops.rules import equation
 
 Part = tuple[int, int]  # stride and extent, in elements of the choices
 Parts = tuple[Part, ...]  # the outermost first
 NUMBERS = -1  # the stride of the dim of a mask that has one for each number
+REPEATED = "aten.repeat_interleave.self_Tensor"
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 
 
@@ -109,7 +110,7 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if is_index and largest:
         dim = node.arg("dim")
         return None if dim is None or not x.shape else x.shape[dim]
-    if node.op == "aten.repeat_interleave.self_Tensor":
+    if node.op == REPEATED:
         return x.numel if counting_dim(x, made) == 0 else None
     if node.name in ("aten.cat", "aten.stack"):
         each = [numbers_of(v, made) for v in node.operands]
@@ -117,6 +118,35 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if kind.elements in KEPT or kind.view in ("shape", "order", "part"):
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
+
+
+def find_counted(counts: Value, made: Mapping[str, Node]) -> Value | None:
+    """The choices of which it says how many are 0, 1, 2 and so on, to the last that
+    there may be."""
+    node = made.get(unseen(counts, made).name)
+    if node is None or len(node.out.shape) != 1:
+        return None
+    x, every, choices = node.operands[0], node.out.numel, None
+    if node.name == "aten.histc":
+        bins, low, high = node.named("bins min max")
+        exact = x.dtype not in (torch.float16, torch.bfloat16)
+        if exact and low == 0 and bins - 1 <= high <= bins:
+            choices, _ = find_choices(unseen(x, made), made)
+    elif node.name == "aten.sum" and (match := find_match(x, made)) is not None:
+        (kept,) = {*range(len(x.shape))} - {*dims_of(node)}
+        whole = match.dims[kept] == ((NUMBERS, every),)
+        if whole and are_distinct(match.choices, match.gone, made):
+            choices = match.choices
+    most = choices and numbers_of(choices, made)
+    return choices if most and most <= every else None
+
+
+def unseen(v: Value, made: Mapping[str, Node]) -> Value:
+    """What v is a view or a cast of, of all its elements in their order."""
+    node = made.get(v.name)
+    if node is None or not shows_all(node):
+        return v
+    return unseen(node.operands[0], made)
 
 
 def are_distinct(choices: Value, parts: Parts, made: Mapping[str, Node]) -> bool:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from ..capture.choices import (
-    NUMBERS,
-    are_distinct,
+    REPEATED,
     counting_dim,
-    find_match,
+    find_choices,
+    find_counted,
     numbers_of,
 )
 from ..capture.recognize_experts import PRODUCTS, Lookup
@@ -37,7 +37,6 @@ from ..ops.reductions import dims_of
 from ..ops.row_dims import along
 
 Values = tuple[Value | None, ...]
-HALVES = (torch.bool, torch.float16, torch.bfloat16)  # which not all numbers survive
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class _Unsorter:
     def visit(self, _: Rewriter, node: Node) -> Value | Values | None:
         if _order(node):
             return self.sort(node)
-        if node.op == "aten.repeat_interleave.self_Tensor":
+        if node.op in (REPEATED, "aten.searchsorted.Tensor"):
             return self.owners(node)
         order = self.order_of(node.operands)
         if order is None or awaits_number(node):
@@ -145,10 +144,16 @@ class _Unsorter:
         return outs
 
     def owners(self, node: Node) -> Values | None:
-        """arange(e) repeated as often as each number is there: the numbers, sorted."""
-        every, counts = node.operands
-        numbers = self.of_counts(counts)
-        if numbers is None or counting_dim(every, self.rewriter.made) != 0:
+        """arange(e) repeated as often as each number is there, or which number's end
+        each of arange(n) comes before: the numbers, sorted."""
+        numbers, given = None, arguments(node)
+        if node.op == REPEATED:
+            places, numbers = given["self"], self.counted(given["repeats"])
+        else:
+            places = given["self"]
+            if given["right"] or given["side"] == "right":
+                numbers = self.up_to(given["sorted_sequence"])
+        if numbers is None or counting_dim(places, self.rewriter.made) != 0:
             return None
         for order in self.orders:
             if self.sorts(order, numbers) and order.value.shape == node.out.shape:
@@ -158,7 +163,7 @@ class _Unsorter:
     def product(self, node: Node, order: Order) -> Values | None:
         """A product of rows that are together by the numbers that were sorted."""
         x, weight, ends, *others = arguments(node).values()
-        numbers = self.counted(ends)
+        numbers = self.up_to(ends)
         if numbers is None or not self.sorts(order, numbers) or len(x.shape) != 2:
             return None
         if any(o is not None for o in others) or self.of(x) is x:
@@ -254,46 +259,23 @@ class _Unsorter:
     # --- numbers ----------------------------------------------------------------------
 
     def sorts(self, order: Order, numbers: Value) -> bool:
-        return order.rises and self.root(order.numbers) == numbers
+        """Whether the order is that of these, one behind the other."""
+        return (
+            order.rises
+            and find_choices(order.numbers, self.rewriter.made)[0] == numbers
+        )
 
-    def counted(self, ends: Value) -> Value | None:
-        """The numbers of which `ends` says how many are at most 0, 1, 2 and so on, to
-        the last that there may be."""
-        total = self.rewriter.producer(self.root(ends), "aten.cumsum")
-        return None if total is None else self.of_counts(total.operands[0])
-
-    def of_counts(self, counts: Value) -> Value | None:
-        """The numbers of which it says how many are 0, 1, 2 and so on, to the last that
-        there may be."""
-        made = self.rewriter.made
-        node = self.rewriter.producer(self.root(counts), "aten.histc", "aten.sum")
-        if node is None or len(node.out.shape) != 1:
-            return None
-        x, every = node.operands[0], node.out.numel
-        if node.name == "aten.histc":
-            bins, low, high = node.named("bins min max")
-            numbers = x if low == 0 and bins - 1 <= high <= bins else None
-        else:
-            match, kept = find_match(x, made), {*range(len(x.shape))} - {*dims_of(node)}
-            numbers = None
-            if match is not None and are_distinct(match.choices, match.gone, made):
-                whole = match.dims[kept.pop()] == ((NUMBERS, every),)
-                numbers = match.choices if whole else None
-        if numbers is None:
-            return None
-        numbers = self.root(numbers)
-        most = numbers_of(numbers, made)
-        return numbers if most and most <= every else None
-
-    def root(self, v: Value) -> Value:
-        """What v is a view or a cast of, of all its elements in their order."""
+    def up_to(self, ends: Value) -> Value | None:
+        """The numbers of which `ends` says how many are at most 0, 1, 2 and so on."""
         while (
-            node := self.rewriter.producer(v, "aten.reshape", "aten.to")
+            node := self.rewriter.producer(ends, "aten.reshape", "aten.to")
         ) is not None:
-            if v.dtype in HALVES:
-                break
-            v = node.operands[0]
-        return v
+            ends = node.operands[0]
+        total = self.rewriter.producer(ends, "aten.cumsum")
+        return None if total is None else self.counted(total.operands[0])
+
+    def counted(self, counts: Value) -> Value | None:
+        return find_counted(counts, self.rewriter.made)
 
     def cast(self, v: Value, like: Value) -> Value:
         if v.dtype == like.dtype:

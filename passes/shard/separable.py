@@ -13,6 +13,7 @@ from ..dims.origins import Origin
 from ..errors import BatchError, LossNotSeparable
 from ..graph import Node, Value
 from ..mesh import TIME
+from ..ops.op import op_of
 from ..shard.op_sharding import PASS, OpSharding
 from ..shard.sharding import Sharding
 
@@ -23,9 +24,6 @@ TOGETHER = (
 CUT = (
     "cut along another dim than that of samples, as x.chunk(8, 1) of x [batch, seq, "
     "...], before their rows are flattened; or use microbatches=1"
-)
-OTHERWISE = dict.fromkeys(
-    ("aten.chunk", "aten.split", "aten.split_with_sizes", "aten.slice"), CUT
 )
 
 
@@ -54,7 +52,7 @@ def check_op(
                 f"{node} needs the whole batch of %{v.name}, but microbatches "
                 "come one after another",
                 source=str(node.location),
-                fix=OTHERWISE.get(node.name, TOGETHER),
+                fix=CUT if op_of(node).view == "part" else TOGETHER,
             )
 
 
