@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 from ..cost import Exchange, join_exchanges
@@ -22,10 +23,11 @@ from ..price.account import Account, Held, by_itself, in_a_row
 from ..price.cluster import Device
 from ..price.price import price
 from ..shard.cut_weights import cut_weights
-from ..shard.insert_collectives import Lowered, insert_collectives
+from ..shard.insert_collectives import insert_collectives
 from ..shard.propagate import propagate
+from ..stage.chain import Chain
 from ..stage.differentiate import Joint, finish, join
-from ..stage.split_stages import Stage, split_stages
+from ..stage.split_stages import Stage, cut_stage
 
 POSITIONS = ("first", "middle", "last", "more")
 
@@ -185,11 +187,17 @@ def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
     """
     sharded = propagate(named, plan)
     lowered = insert_collectives(cut_weights(sharded))
-    stages = _stages(lowered)
-    if len(starts) > 1:
-        stages += _stages(lowered, *starts[1:])
-    if len(starts) > 2:
-        stages += _stages(lowered, starts[1])[-1:]
+    mesh = Mesh(((PIPELINE, len(starts)), *plan.mesh.stage_axes))
+    cuts = starts[1:]
+    in_stages = replace(lowered.plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
+    chain = Chain(replace(lowered, plan=in_stages))
+    ends = [0, *chain.ends_of(cuts)]
+    pieces = [(0, 0, ends[-1])]
+    if cuts:
+        pieces += [(i, *span) for i, span in enumerate(pairwise(ends))]
+    if len(cuts) > 1:
+        pieces.append((1, ends[1], ends[-1]))
+    stages = tuple(cut_stage(chain, *piece) for piece in pieces)
     return Cut(plan, stages, frozenset(sharded.counts))
 
 
@@ -230,9 +238,3 @@ def price_layers(
 ) -> LayerPrices:
     """Cut and price at once, see both."""
     return price_cut(cut_layers(named, plan, starts), plan.recompute, device, halves)
-
-
-def _stages(lowered: Lowered, *cuts: str) -> tuple[Stage, ...]:
-    mesh = Mesh(((PIPELINE, len(cuts) + 1), *lowered.plan.mesh.stage_axes))
-    plan = replace(lowered.plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
-    return split_stages(replace(lowered, plan=plan)).stages

@@ -141,18 +141,24 @@ def split_stages(lowered: Lowered, costs: NodeCosts | None = None) -> Staged:
     cuts = tuple(chain.cut_name(end) for end in ends[:-1])
     stages, first = [], 0
     for index, end in enumerate(ends):
-        stages.append(_Cutter(lowered, chain).stage(index, first, end).verify())
+        stages.append(cut_stage(chain, index, first, end))
         first = end
     return Staged(lowered, replace(plan, cuts=cuts), tuple(stages))
+
+
+def cut_stage(chain: Chain, index: int, first: int, end: int) -> Stage:
+    """The stage with the chain's nodes from one until before another."""
+    return _Cutter(chain).stage(index, first, end).verify()
 
 
 class _Cutter:
     """Makes one stage: closes over what it needs, and gives stage-relative names."""
 
-    def __init__(self, lowered: Lowered, chain: Chain) -> None:
-        self.lowered, self.chain = lowered, chain
-        self.producers = lowered.graph.producers()
-        self.position = {id(n): i for i, n in enumerate(lowered.graph.nodes)}
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.lowered = chain, chain.lowered
+        graph = self.lowered.graph
+        self.producers = graph.producers()
+        self.position = {id(n): i for i, n in enumerate(graph.nodes)}
         self.renamed: dict[str, Value] = {}
         self.counts: dict[str, int] = {}
         self.taken: set[str] = set()
