@@ -249,7 +249,9 @@ class _Cutter:
         dims, shardings = self.lowered.dims, self.lowered.shardings
         for node in nodes:
             part = self._part(node)
-            own = self._rename_node(node).substitute(lambda v: same.get(v.name, v))
+            own = self._rename_node(node)
+            if same:
+                own = own.substitute(lambda v: same.get(v.name, v))
             if part != "forward":
                 lies = [(dims[v.name], shardings[v.name]) for v in node.results]
                 there = [v is not None for v in node.outs]
@@ -305,7 +307,7 @@ class _Cutter:
         while (name := f"{stem}_{count}" if count else stem) in self.taken:
             count += 1
         self.counts[stem] = count + 1
-        self.renamed[v.name] = replace(v, name=name)
+        self.renamed[v.name] = Value(name, v.shape, v.dtype)
         return self.renamed[v.name]
 
     def _rename_node(self, node: Node) -> Node:
@@ -313,4 +315,4 @@ class _Cutter:
         module = self._relative(node.location.module)
         where = Location(module, node.location.source)
         node = node.substitute(lambda v: self.renamed[v.name])
-        return replace(node, outs=outs, location=where)
+        return Node(node.op, node.args, node.kwargs, outs, where)
