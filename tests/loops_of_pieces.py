@@ -32,6 +32,16 @@ def added(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, token, y * share.unsqueeze(1))
 
 
+def by_slots(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """All tokens' first choices come before all second ones."""
+    flat = chosen.T.reshape(-1)
+    order = flat.argsort(stable=True)
+    pieces = x[order % len(x)].split(flat.bincount(minlength=EXPERTS).tolist())
+    y = torch.cat([expert(p) for expert, p in zip(m.experts, pieces, strict=True)])
+    y = y[order.argsort()].view(CHOSEN, len(x), WIDTH)
+    return (y * weight.T[..., None]).sum(0)
+
+
 def weighed_first(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """Each piece is weighed where it was computed."""
     order = torch.argsort(chosen.view(-1), stable=True)
@@ -70,9 +80,6 @@ def in_two_steps(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return (y * weight[..., None]).sum(1)
 
 
-PIECES = put_back, added, weighed_first, scattered_sums, in_two_steps
-
-
 def without_empty(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """Only experts that have rows are called."""
     order = chosen.flatten().argsort(stable=True)
@@ -95,6 +102,105 @@ def by_running_sums(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor
     y = torch.empty_like(rows)
     y[order] = torch.cat(parts)
     return (y.view(*chosen.shape, -1) * weight[..., None]).sum(1)
+
+
+def unless_none(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    order = chosen.flatten().argsort(stable=True)
+    counts = F.one_hot(chosen.flatten(), EXPERTS).sum(0).tolist()
+    parts = []
+    for expert, rows in zip(m.experts, x[order // CHOSEN].split(counts), strict=True):
+        if len(rows):
+            parts.append(expert(rows))
+    y = torch.cat(parts)[order.argsort()].view(*chosen.shape, -1)
+    return (y * weight[..., None]).sum(1)
+
+
+PIECES = (
+    put_back, added, by_slots, weighed_first, scattered_sums, in_two_steps,
+    without_empty, by_running_sums, unless_none,
+)  # fmt: skip
+
+
+# --- what another number of pieces would change ---------------------------------------
+
+
+def parts_of(x: Tensor, chosen: Tensor) -> tuple[list[int], tuple[Tensor, ...], Tensor]:
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    return counts, x[order // CHOSEN].split(counts), order
+
+
+def back(parts: list[Tensor], weight: Tensor, order: Tensor) -> Tensor:
+    y = torch.cat(parts)[order.argsort()].view(*weight.shape, -1)
+    return (y * weight[..., None]).sum(1)
+
+
+def the_next_expert(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Experts are counted among those that have rows."""
+    _, pieces, order = parts_of(x, chosen)
+    there = [p for p in pieces if p.shape[0] > 0]
+    return back([m.experts[e](p) for e, p in enumerate(there)], weight, order)
+
+
+def how_many(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    _, pieces, order = parts_of(x, chosen)
+    there = [m.experts[e](p) for e, p in enumerate(pieces) if len(p) > 0]
+    return back(there, weight, order) / len(there)
+
+
+def up_to_the_first_without(
+    m: Any, x: Tensor, weight: Tensor, chosen: Tensor
+) -> Tensor:
+    counts, pieces, order = parts_of(x, chosen)
+    there = []
+    for e, count in enumerate(counts):
+        if count == 0:
+            break
+        there.append(m.experts[e](pieces[e]))
+    return back(there, weight, order)
+
+
+def marked_empty(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    counts, pieces, order = parts_of(x, chosen)
+    there, scale = [], 1.0
+    for e, count in enumerate(counts):
+        if count > 0:
+            there.append(m.experts[e](pieces[e]))
+        else:
+            scale *= 2
+    return back(there, weight, order) * scale
+
+
+def few_left_out(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    counts, pieces, order = parts_of(x, chosen)
+    there = [m.experts[e](p) for e, p in enumerate(pieces) if counts[e] > 1]
+    return back(there, weight, order)
+
+
+def two_after_one(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """What comes before a piece is not all that does."""
+    counts, _, order = parts_of(x, chosen)
+    rows, start, parts = x[order // CHOSEN], 0, []
+    for e, count in enumerate(counts):
+        parts.append(m.experts[e](rows[start : start + count]))
+        start += count if e != 1 else 0
+    return back(parts, weight, order)
+
+
+def of_some(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Rows that are more than were counted."""
+    counts = torch.bincount(chosen[:, 0], minlength=EXPERTS).tolist()
+    x, start, parts = torch.cat([x, x]), 0, []
+    for e, count in enumerate(counts):
+        parts.append(m.experts[e](x[start : start + count]))
+        start = start + count
+    return torch.cat(parts)
+
+
+OTHERWISE = (
+    the_next_expert, how_many, up_to_the_first_without, marked_empty, few_left_out,
+    two_after_one, of_some,
+)  # fmt: skip
 
 
 def of_a_table(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from loops_of_pieces import PIECES, in_two_steps, of_a_table
+from loops_of_pieces import (
+    OTHERWISE,
+    PIECES,
+    by_running_sums,
+    in_two_steps,
+    of_a_table,
+    unless_none,
+    without_empty,
+)
 from losses_of_rows import of_all
 from models_of_rows import EXPERTS, WIDTH, case, split
 from torch import Tensor
@@ -61,6 +69,15 @@ def test_pieces_are_those_of_the_counts(add: Callable[..., Tensor]) -> None:
         one.verify(mesh, 1)
 
 
+@pytest.mark.parametrize("add", [without_empty, by_running_sums, unless_none])
+def test_experts_without_rows_may_be_left_out(add: Callable[..., Tensor]) -> None:
+    one = case(of_all, add)
+    with torch.no_grad():  # an expert that nobody chooses
+        one.model.layers[0].router.weight[1] = -100 * one.model.embed.weight.mean(0)
+    one.model.embed.weight.data.abs_()
+    one.verify("ep=2", 1)
+
+
 def without_the_last(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     counts = torch.bincount(chosen[:, 0], minlength=EXPERTS).tolist()
     pieces = x.split(counts)
@@ -72,7 +89,9 @@ def turned_round(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return x + torch.cat(x.split(counts)[::-1])
 
 
-@pytest.mark.parametrize("add", [without_the_last, turned_round, of_a_table])
+@pytest.mark.parametrize(
+    "add", [*OTHERWISE, without_the_last, turned_round, of_a_table]
+)
 def test_pieces_that_are_joined_otherwise_are_refused(
     add: Callable[..., Tensor],
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..capture.choices import find_match
+from ..capture.choices import REPEATED, Match, find_counted, find_match
 from ..capture.reduce_rows import LOSSES
 from ..capture.rows import ADDING, CHOOSES, ZEROS
 from ..graph import Graph, Node, Value, map_values
@@ -188,13 +188,24 @@ def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> s
 def _of_numbers(one: Reading, made: Mapping[str, Node]) -> set[str]:
     """Masks that choose nothing where none of the choices is a number that was asked
     about, as `one_hot(choices).sum(0)[number] > 0`."""
-    matched = (find_match(v, made) for v in one.asked if not v.shape)
-    asked = {(m.choices.name, m.number) for m in matched if m and m.number is not None}
+
+    def numbers(match: Match | None) -> tuple[str, int | None] | None:
+        """Which numbers are compared with which; by how many of each there are, those
+        that were counted."""
+        if match is None:
+            return None
+        node, name = made.get(match.choices.name), match.choices.name
+        if node is not None and node.op == REPEATED:
+            counted = find_counted(node.arg("repeats"), made)
+            name = counted.name if counted is not None else name
+        return name, match.number
+
+    asked = {numbers(find_match(v, made)) for v in one.asked if not v.shape}
+    asked = {known for known in asked if known and known[1] is not None}
     if not asked:
         return set()
     values = (v for node in one.graph.nodes for v in node.results)
-    matches = ((v.name, find_match(v, made)) for v in values)
-    return {name for name, m in matches if m and (m.choices.name, m.number) in asked}
+    return {v.name for v in values if numbers(find_match(v, made)) in asked}
 
 
 def are_same(some: Reading, none: Reading) -> bool:

@@ -78,7 +78,6 @@ class Guards:
         self.reading = Reading.SOME
         self.numbered = False
         self.present = Present()
-        self.pieces = Pieces()
         self.read: Read | None = None
         # Sizes that were compared with a limit, and by which call: read as if they
         # were above it, or, within, as if none was.
@@ -90,6 +89,7 @@ class Guards:
         self.asked = Counter[tuple[Any, int]]()
         # Tensors by their id. Of what `bincount` counts: what it counts.
         self.counted: dict[int, tuple[Tensor, Tensor]] = {}
+        self.pieces = Pieces(self.counted)
         self.numbers: dict[int, tuple[Tensor, Tensor]] = {}  # each, and if it is not 0
         # Counts that torch would give without the last ones that are 0, of how many.
         self.short: dict[int, tuple[Tensor, int]] = {}
@@ -99,7 +99,8 @@ class Guards:
 
     def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call gives that torch cannot answer; None of others."""
-        if (pieces := self.pieces.instead(func, args, kwargs)) is not None:
+        some = self.reading not in (Reading.NONE, Reading.LEFT)
+        if (pieces := self.pieces.instead(func, args, kwargs, some)) is not None:
             return pieces
         x = _first(args, kwargs)
         if func is Tensor.__bool__ and is_unknown(x) and asked_by_user():
@@ -187,9 +188,9 @@ class Guards:
         left = {Reading.LEFT: every[alone : alone + 1], Reading.NONE: every[:0]}
         return self.present.of(left.get(self.reading, every), each)
 
-    def answer(self, x: Tensor, rows: str = "") -> bool:
+    def answer(self, x: Tensor, rows: str = "", of: Tensor | None = None) -> bool:
         """x: a number, whether it is other than 0; or rows, whether there are any,
-        which a call of this name asks."""
+        which a call of this name asks. of: of what it is made, if it is a number."""
         place = place_at_work()
         self.asked[place] += 1
         read = read_here(rows or "__bool__", bool(rows))
@@ -197,11 +198,16 @@ class Guards:
             raise read.error()  # a `while` that is told the same each time
         if place in self.checks:
             return self.checks[place][0]
-        if self.reading not in (Reading.MARKED, Reading.LEFT):
+        piece, every = self.pieces.number(x if of is None else of) or (-1, 0)
+        alone = piece == every // 2
+        self.present.asked |= bool(every)
+        left = self.reading == Reading.MARKED and every and not alone
+        if left or self.reading not in (Reading.MARKED, Reading.LEFT):
             MARK(x)
         self.read = read
-        self._last = place, self.some
-        return self.some
+        there = alone if every and self.reading == Reading.LEFT else self.some
+        self._last = place, there
+        return there
 
     @property
     def some(self) -> bool:
@@ -340,7 +346,7 @@ class RowCount(torch.SymInt):
 
     def _is_positive(self) -> bool:
         alone = bool(self.rows) or self.x.dtype == torch.bool
-        return bool(self) if alone else self.guards.answer(self.x > 0)
+        return bool(self) if alone else self.guards.answer(self.x > 0, of=self.x)
 
     def _is_above(self, limit: Any, usual: Callable[[Any], Any]) -> Any:
         if _is(limit, 0):

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.numbers_present import PresentNumbers
-from ..capture.split_by_counts import Counts
 from ..capture.user_frames import asked_by_user
 from ..capture.values_read import has_shape, is_unknown, read_here
 
@@ -37,10 +36,14 @@ class ListedRows:
 
 
 @contextmanager
-def rows_listed(hit: Callable[[Tensor], PresentNumbers | None]) -> Iterator[None]:
+def rows_listed(
+    hit: Callable[[Tensor], PresentNumbers | None],
+    counts: Callable[[Sequence[Any], Tensor], Sequence[Any]],
+) -> Iterator[None]:
     """Around a forward that is captured: fake tensors, which have no numbers, list rows
-    whose count is unknown as `ListedRows`, and as many as are known as `Counts`. hit:
-    the numbers that a tensor has, if they may be gone through."""
+    whose count is unknown as `ListedRows`. hit: the numbers that a tensor has, if they
+    may be gone through. counts: what is listed of integers that are as many as is
+    known, of these."""
     usual = FakeTensor.tolist
 
     def tolist(x: FakeTensor) -> Any:
@@ -50,7 +53,7 @@ def rows_listed(hit: Callable[[Tensor], PresentNumbers | None]) -> Iterator[None
             integers = x.dim() == 1 and x.dtype == torch.int64
         if integers and not has_shape(x) and asked_by_user():
             return ListedRows(x)
-        return Counts(usual(x), x) if integers and is_unknown(x) else usual(x)
+        return counts(usual(x), x) if integers and is_unknown(x) else usual(x)
 
     FakeTensor.tolist = tolist
     try:

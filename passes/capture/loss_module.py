@@ -60,10 +60,12 @@ class LossModule(nn.Module):
         """The loss, a scalar, and what else the model returns, of a batch's fields."""
         before = dict(self.model.named_buffers())
         self.unseen.known.begin(before)
-        self.unseen.guards.asked.clear()
+        guards = self.unseen.guards
+        guards.asked.clear()
+        guards.pieces.begin()
         with (
             self.unseen,
-            rows_listed(self.unseen.guards.hit),
+            rows_listed(guards.hit, guards.pieces.listed),
             self.functions.reading(),
             self.compiling.answers(),
             flex_as_attention(),

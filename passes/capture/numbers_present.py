@@ -32,6 +32,13 @@ SEEN = (
     *(Tensor.cpu, torch.squeeze),
 )
 
+# And what is no table of places any more.
+TURNED = (
+    *(torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.clone),
+    *(Tensor.t, Tensor.transpose, Tensor.permute, Tensor.swapaxes, Tensor.clone),
+    *(Tensor.int, Tensor.T.__get__, Tensor.mT.__get__),
+)
+
 # What gives places along a dim, and which argument that is.
 TOPK = (torch.topk, Tensor.topk)
 SORTS = (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
@@ -102,7 +109,7 @@ class Present:
         elif func in SEEN and (known := self.places(x)) is not None:
             if len(_shape(result)) in (1, 2):
                 self._add(result, known.flags)
-        elif func not in (*SEEN, INDEX, *EQUAL):
+        elif func not in (*SEEN, *TURNED, INDEX, *EQUAL):
             return
         elif (number := self._number(x)) is not None:
             same = number == others[0] if func in EQUAL else number

@@ -9,11 +9,15 @@ is joined, of all pieces in their order, as written to these rows:
 
     e_of_row = torch.arange(8).repeat_interleave(counts, output_size=len(x))
     y[e_of_row == 0], y[e_of_row == 1] ... = ...
+
+Pieces without rows may be left out, as `passes.capture.guards` proves: of a reading in
+which some have none, the others are all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ SPLITS = (
     *(Tensor.split, Tensor.split_with_sizes),
 )
 JOINS = (torch.cat, torch.concat, torch.concatenate)
+INDEX = Tensor.__getitem__
 
 
 class Counts(list[Any]):
@@ -36,19 +41,72 @@ class Counts(list[Any]):
         self.of = of
 
 
+@dataclass(frozen=True)
+class Group:
+    """The pieces of so many rows by some counts. rows: int64, of each piece."""
+
+    counts: Tensor
+    size: int
+    rows: tuple[Tensor, ...]
+
+
 class Pieces:
     """Pieces that were split, by the symbol that stands for how many rows one has."""
 
-    def __init__(self) -> None:
-        # By the counts' id and how many rows there are: the counts, and each piece's.
-        self._rows: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
-        self._numbers: dict[Any, tuple[tuple[int, int], int]] = {}
+    def __init__(self, counted: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """counted: counts by their id, and the numbers of which each is one."""
+        self._counted = counted
+        self._groups: dict[tuple[int, int], Group] = {}  # by the counts' id and rows
+        self._pieces: dict[Any, tuple[Group, int]] = {}
+        self._counts: dict[Any, tuple[Counts, int]] = {}  # by the symbol of a number
+        # Tensors that say whether a count is 0, by their id: of which, of how many.
+        self._asked: dict[int, tuple[Tensor, int, int]] = {}
+        # What all pieces were joined to, one call behind the other, and the next call.
+        self._joined: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
+        self._next = 0
 
-    def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Pieces of rows, or all rows of pieces; None of other calls."""
+    def begin(self) -> None:
+        """A forward begins."""
+        self._next = 0
+
+    def listed(self, numbers: Sequence[Any], of: Tensor) -> Counts:
+        """What `tolist` gives, of a tensor of integers."""
+        counts = Counts(numbers, of)
+        for e, n in enumerate(counts):
+            if isinstance(n, torch.SymInt):
+                self._counts[n.node.expr] = counts, e
+                if (asked := getattr(n, "x", None)) is not None:
+                    self._asked[id(asked)] = asked, e, len(counts)
+        return counts
+
+    def number(self, x: Any) -> tuple[int, int] | None:
+        """Whose rows x are, or is asked about by x: the piece's number, and how many
+        there are."""
+        if id(x) in self._asked:
+            return self._asked[id(x)][1:]
+        group, number = self._pieces.get(_rows(x), (None, 0))
+        return None if group is None else (number, len(group.rows))
+
+    def instead(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], some: bool
+    ) -> Any:
+        """Pieces of rows, or all rows of pieces; None of other calls. some: whether
+        all pieces have rows."""
         if func in SPLITS:
             return self._split(*args, **kwargs)
-        return self._join(*args, **kwargs) if func in JOINS else None
+        if func == INDEX:
+            return self._part(args[0], args[1], some)
+        return self._join(*args, some=some, **kwargs) if func in JOINS else None
+
+    def _group(self, counts: Counts, size: int) -> Group:
+        key = id(counts.of), size
+        if key not in self._groups:
+            numbers = torch.arange(len(counts), device=counts.of.device)
+            each = numbers.repeat_interleave(counts.of, output_size=size)
+            rows = tuple(torch.where(each == e)[0] for e in range(len(counts)))
+            group = self._groups[key] = Group(counts.of, size, rows)
+            self._pieces |= {_rows(r): (group, e) for e, r in enumerate(rows)}
+        return self._groups[key]
 
     def _split(
         self, x: Any, sizes: Any = None, dim: int = 0, **named: Any
@@ -56,36 +114,66 @@ class Pieces:
         sizes = next(iter(named.values())) if sizes is None and named else sizes
         if not isinstance(sizes, Counts) or dim not in (0, -x.ndim) or not has_shape(x):
             return None
-        counts, key = sizes.of, (id(sizes.of), x.shape[0])
-        if key not in self._rows:
-            numbers = torch.arange(len(sizes), device=counts.device)
-            each = numbers.repeat_interleave(counts, output_size=x.shape[0])
-            rows = [torch.where(each == number)[0] for number in range(len(sizes))]
-            self._rows[key] = counts, rows
-            symbols = (r.shape[0].node.expr for r in rows)
-            self._numbers |= {s: (key, n) for n, s in enumerate(symbols)}
-        return tuple(x[rows] for rows in self._rows[key][1])
+        return tuple(x[rows] for rows in self._group(sizes, x.shape[0]).rows)
 
-    def _join(self, tensors: Any, dim: int = 0, **named: Any) -> Tensor | None:
-        dim = named.get("axis", dim)
-        if not isinstance(tensors, tuple | list) or not tensors:
+    def _part(self, x: Any, part: Any, some: bool) -> Tensor | None:
+        """x[start : start + count], of a start that is the sum of the counts before."""
+        if not isinstance(part, slice) or not isinstance(part.stop, torch.SymInt):
             return None
-        symbols = [_symbol(x) for x in tensors]
-        key, _ = self._numbers.get(symbols[0], (None, 0))
-        if key is None or dim not in (0, -tensors[0].ndim):
+        start = 0 if part.start is None else _expression(part.start)
+        counts, e = self._counts.get(part.stop.node.expr - start, (None, 0))
+        if counts is None or part.step is not None or not has_shape(x):
             return None
-        if [self._numbers.get(s) for s in symbols] != [
-            (key, n) for n in range(len(self._rows[key][1]))
-        ]:
+        _, numbers = self._counted.get(id(counts.of), (None, None))
+        if numbers is None or numbers.numel() != x.shape[0]:
+            return None  # who knows whether these are all rows
+        before = [_expression(n) for n in counts[:e]]
+        left_out = sum(before) - start
+        whole = left_out == 0 if some else {*_terms(left_out)} <= {*before}
+        return x[self._group(counts, x.shape[0]).rows[e]] if whole else None
+
+    def _join(
+        self, tensors: Any, dim: int = 0, *, some: bool, **named: Any
+    ) -> Tensor | None:
+        if not isinstance(tensors, tuple | list):
             return None
-        x = tensors[0]
-        y = torch.empty((key[1], *x.shape[1:]), dtype=x.dtype, device=x.device)
-        for rows, x in zip(self._rows[key][1], tensors, strict=True):
-            y[rows] = x
+        if not tensors and not some and self._next < len(self._joined):
+            shape, dtype, device = self._joined[self._next]
+            self._next += 1
+            return torch.empty(shape, dtype=dtype, device=device)
+        symbols = [_rows(x) for x in tensors]
+        if not symbols or not {*symbols} <= self._pieces.keys():
+            return None
+        dim, (x, *_) = named.get("axis", dim), tensors
+        group, _ = self._pieces[symbols[0]]
+        numbers = [
+            number
+            for of, number in map(self._pieces.__getitem__, symbols)
+            if of is group
+        ]
+        if len(numbers) < len(symbols) or dim not in (0, -x.ndim):
+            return None
+        every = [*range(len(group.rows))]
+        if numbers != (every if some else sorted({*numbers})):
+            return None
+        made = (group.size, *x.shape[1:]), x.dtype, x.device
+        self._joined[self._next :] = [made]
+        self._next += 1
+        y = torch.empty(made[0], dtype=x.dtype, device=x.device)
+        for number, x in zip(numbers, tensors, strict=True):
+            y[group.rows[number]] = x
         return y
 
 
-def _symbol(x: Any) -> Any:
+def _rows(x: Any) -> Any:
     """What stands for how many rows a tensor has, if that is not known."""
     n = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
     return n.node.expr if isinstance(n, torch.SymInt) else None
+
+
+def _expression(n: Any) -> Any:
+    return n.node.expr if isinstance(n, torch.SymInt) else n
+
+
+def _terms(total: Any) -> Any:
+    return () if total == 0 else total.as_ordered_terms()

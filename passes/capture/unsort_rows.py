@@ -146,13 +146,13 @@ class _Unsorter:
     def owners(self, node: Node) -> Values | None:
         """arange(e) repeated as often as each number is there, or which number's end
         each of arange(n) comes before: the numbers, sorted."""
-        numbers, given = None, arguments(node)
+        numbers, bound = None, arguments(node)
         if node.op == REPEATED:
-            places, numbers = given["self"], self.counted(given["repeats"])
+            places, numbers = bound["self"], self.counted(bound["repeats"])
         else:
-            places = given["self"]
-            if given["right"] or given["side"] == "right":
-                numbers = self.up_to(given["sorted_sequence"])
+            places = bound["self"]
+            if bound["right"] or bound["side"] == "right":
+                numbers = self.up_to(bound["sorted_sequence"])
         if numbers is None or counting_dim(places, self.rewriter.made) != 0:
             return None
         for order in self.orders:
