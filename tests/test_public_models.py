@@ -92,6 +92,26 @@ class WithGaps(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Convolved(nn.Module):
+    """Long convolutions by Fourier transforms of twice the sequence; groups of rows are
+    normalised with a weight that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.kernels = nn.ParameterList(torch.zeros(WIDTH, SEQ) for _ in range(4))
+        self.scales = nn.ParameterList(torch.zeros(WIDTH) for _ in range(4))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, (batch, seq) = self.tokens(ids), ids.shape
+        for kernel, scale in zip(self.kernels, self.scales, strict=True):
+            made = torch.fft.rfft(kernel, n=2 * seq) * torch.fft.rfft(x.mT, n=2 * seq)
+            y = torch.fft.irfft(made, n=2 * seq)[..., :-seq].mT
+            y = F.group_norm(y.reshape(batch * seq, WIDTH), 8, 1 + scale)
+            x = x + y.view(batch, seq, WIDTH)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def case(model: nn.Module) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(VOCAB, (SAMPLES, SEQ))
@@ -102,10 +122,13 @@ def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
 
 
-def test_lists_with_gaps_are_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("made", [WithGaps, Convolved])
+def test_what_is_large_is_proved_small(
+    made: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prove_program, "LITTLE", 0)
     monkeypatch.setattr(prove_program, "MUCH", 0)
-    proof = case(WithGaps()).proved("pp=2,tp=2", 2).proof
+    proof = case(made()).proved("pp=2,tp=2", 2).proof
     assert proof is not None and proof.size == SMALL
 
 

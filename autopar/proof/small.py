@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from typing import Any
@@ -90,10 +90,8 @@ def make_small(
     splits = _find_splits(
         captured, shrink_plan(plan, few, {**large, **_stages(plan, few)})
     )
-    extents = find_extents(captured)
-    axes, sizes = _choose(plan, few, splits, extents)
-    shrinker = Shrinker(extents, sizes)
-    small = shrinker.graph(captured)
+    axes, shrinker, small = _shrink(plan, few, splits, captured)
+    extents, sizes = shrinker.extents, shrinker.sizes
     own = shrink_plan(plan, few, axes)
     made = compile_program(small, own, even=False)
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
@@ -108,6 +106,27 @@ def make_small(
     }
     sizes = {**shrinker.compared, **sizes}
     return Runnable(small, made, like, few, sizes, positions, factors)
+
+
+def _shrink(
+    plan: Plan,
+    few: ChosenLayers,
+    splits: Mapping[int, frozenset[Split]],
+    captured: Traced,
+) -> tuple[dict[str, int], Shrinker, Traced]:
+    """(ranks of each axis, what made the graph small, the small one). Extents that an
+    op has by its arguments, as a Fourier transform has, stay as they are. Raises
+    NotShrunk."""
+    extents = find_extents(captured)
+    while True:
+        axes, sizes = _choose(plan, few, splits, extents)
+        shrinker = Shrinker(extents, sizes)
+        try:
+            return axes, shrinker, shrinker.graph(captured)
+        except NotShrunk as error:
+            if error.extents <= extents.fixed:
+                raise
+            extents = replace(extents, fixed=extents.fixed | error.extents)
 
 
 def _choose(

@@ -25,7 +25,6 @@ WIDE = {
     "poisson_nll_loss": "input target log_input full eps reduction",
     "soft_margin_loss": "self target reduction",
     "triplet_margin_loss": "anchor positive negative margin p eps swap reduction",
-    "group_norm": "input num_groups weight bias eps cudnn_enabled",
     "logsumexp": "self dim keepdim",
     **dict.fromkeys(
         ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"), ""
@@ -58,6 +57,13 @@ OPS = (
     *(Op(f"aten.{name}", heeds) for name, heeds in HEEDED.items()),
     Op("aten.rsub", "self other alpha", shrunk=shrunk.comparison),
     *(Op(f"aten.{name}", heeds, autocast="wide") for name, heeds in WIDE.items()),
+    Op(
+        "aten.group_norm",
+        "input num_groups weight bias eps cudnn_enabled",
+        autocast="wide",
+        extents=extents.grouped,
+        shrunk=shrunk.group_norm,
+    ),
     *(
         Op(
             f"aten.{n}",

@@ -37,6 +37,18 @@ def split(at: Unite, node: Node) -> None:
         at.sum(at.tensors[x.name][dim], pieces)
 
 
+def grouped(at: Unite, node: Node) -> None:
+    """group_norm: channels are (groups, those of each), as weight and bias are."""
+    x, out, groups = node.operands[0], node.out, node.arg("num_groups")
+    for here, there in zip(at.tensors[x.name], at.tensors[out.name], strict=True):
+        at.atoms.unify(here, there)
+    channels = at.tensors[x.name][1]
+    apart = [at.atoms.fresh(n) for n in (groups, x.shape[1] // groups)]
+    at.atoms.unify(channels, [atom for own in apart for atom in own])
+    for v in node.operands[1:]:
+        at.atoms.unify(channels, at.tensors[v.name][0])
+
+
 def padded(at: Unite, node: Node) -> None:
     """pad: a dim that grows is the operand's and a constant."""
     x, y = node.operands[0], node.out

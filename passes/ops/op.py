@@ -82,6 +82,9 @@ class Small(Protocol):
     def number(self, n: int) -> int:
         """A number that is compared with positions: its place among the sizes."""
 
+    def leading(self, name: str, dim: int, n: int) -> int:
+        """What becomes of the first factors of a value's dim, whose product is n."""
+
 
 @dataclass(frozen=True)
 class Alternative:

@@ -18,6 +18,12 @@ def view(_: Small, node: Node, new: Node) -> Node:
     return replace(new, op="aten.reshape.default", args=args, kwargs={})
 
 
+def group_norm(at: Small, node: Node, new: Node) -> Node:
+    """As many groups as their factor of the channels has."""
+    groups = at.leading(node.operands[0].name, 1, node.arg("num_groups"))
+    return new.with_args(num_groups=groups)
+
+
 def arange(at: Small, node: Node, new: Node) -> Node:
     """As many as there are; one that begins elsewhere begins there still."""
     count = new.out.shape[0] if new.out.shape else 1

@@ -23,7 +23,19 @@ TRIES = 20_000
 
 
 class NotShrunk(AutoparError):
-    """No small sizes keep what the large ones have."""
+    """No small sizes keep what the large ones have. extents: it might be otherwise if
+    these stayed as they are."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        source: str = "",
+        fix: str = "",
+        extents: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(message, source=source, fix=fix)
+        self.extents = extents
 
 
 @dataclass(frozen=True)

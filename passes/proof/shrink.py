@@ -6,8 +6,9 @@ size or a position follows, and what constants hold is cut out of the large ones
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -42,7 +43,7 @@ class Shrinker:
         nodes = []
         for node in old.nodes:
             new = self.node(node)
-            _check(node, new)
+            self._check(node, new)
             nodes.append(new)
         made = Graph(
             inputs=tuple(map(self.value, old.inputs)),
@@ -108,6 +109,14 @@ class Shrinker:
         self.compared[abs(n)] = self._place(abs(n))
         return self.compared[abs(n)] * (1 if n > 0 else -1)
 
+    def leading(self, name: str, dim: int, n: int) -> int:
+        """What becomes of the first factors of a value's dim, whose product is n."""
+        large = small = 1
+        for factor in self.extents.factors[name][dim]:
+            if large < n:
+                large, small = large * factor, small * self.sizes[factor]
+        return small
+
     def _place(self, n: int) -> int:
         known = sorted(self.sizes)
         if n in self.sizes:
@@ -136,34 +145,52 @@ class Shrinker:
             """Not what is left out, up to the end, or counted from it."""
             return at is not None and at < extent and not -MARGIN <= at < 0
 
-        return new.with_args(**{n: a for n, a in small.items() if follows(node.arg(n))})
+        # What is counted from the end still is, as the texts of both are compared.
+        size = self.shape(x.name)[dim]
+        return new.with_args(
+            **{
+                name: at - size if node.arg(name) < 0 else at
+                for name, at in small.items()
+                if follows(node.arg(name))
+            }
+        )
 
+    def _check(self, old: Node, new: Node) -> None:
+        """Run the op on shapes alone."""
+        if not new.op.startswith("aten.") or not new.results:
+            return
 
-def _check(old: Node, new: Node) -> None:
-    """Run the op on shapes alone."""
-    if not new.op.startswith("aten.") or not new.results:
-        return
+        def meta(v: Value) -> Tensor:
+            return torch.empty(v.shape, dtype=v.dtype, device="meta")
 
-    def meta(v: Value) -> Tensor:
-        return torch.empty(v.shape, dtype=v.dtype, device="meta")
-
-    node = new.substitute(meta)
-    kwargs = {**node.kwargs, **({"device": "meta"} if "device" in old.kwargs else {})}
-    problem = ""
-    try:
-        results: Any = resolve(new.op)(*node.args, **kwargs)
-    except NotImplementedError:
-        return  # an op that has no shapes: it is run with numbers later
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        problem = str(error).partition("\n")[0]
-    else:
+        node = new.substitute(meta)
+        on_meta = {"device": "meta"} if "device" in old.kwargs else {}
+        try:
+            results: Any = resolve(new.op)(*node.args, **{**node.kwargs, **on_meta})
+        except NotImplementedError:
+            return  # an op that has no shapes: it is run with numbers later
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            every = [
+                (v, d)
+                for v in (*old.operands, *old.results)
+                for d in range(len(v.shape))
+            ]
+            raise self._not_shrunk(new, str(error).partition("\n")[0], every) from None
         made = (results,) if isinstance(results, Tensor) else tuple(results or ())
         for x, v in zip(made, new.outs, strict=False):
             if isinstance(x, Tensor) and v is not None and tuple(x.shape) != v.shape:
-                problem = f"gives {tuple(x.shape)}"
-    if problem:
-        raise NotShrunk(
+                pairs = enumerate(zip_longest(x.shape, v.shape))
+                differing = [(v, d) for d, (n, m) in pairs if n != m and m is not None]
+                raise self._not_shrunk(new, f"gives {tuple(x.shape)}", differing)
+
+    def _not_shrunk(
+        self, new: Node, problem: str, dims: Iterable[tuple[Value, int]]
+    ) -> NotShrunk:
+        """dims: of which it might follow if they stayed as they are."""
+        factors = self.extents.factors
+        return NotShrunk(
             f"'{new}' does not follow from small sizes ({problem})",
-            source=str(old.location),
+            source=str(new.location),
             fix="prove the plan of a smaller model of the kind, which is run as it is",
+            extents=frozenset(n for v, d in dims for n in factors[v.name][d]),
         )
