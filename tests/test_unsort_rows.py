@@ -93,9 +93,17 @@ def by_scattered_sums(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tens
     return x.scatter_add(0, token, y * weight.flatten()[order, None])
 
 
+def sorted_twice(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Where rows come from, and where they go, is asked for apart."""
+    flat = chosen.flatten()
+    y = m.experts(x[flat.argsort() // CHOSEN], flat.sort()[0])
+    back = flat.argsort().argsort()
+    return (y[back].view(*chosen.shape, -1) * weight[..., None]).sum(1)
+
+
 UNSORTED = (
     by_order_of_order, by_written_rows, by_scattered_places, by_added_rows,
-    by_scattered_sums,
+    by_scattered_sums, sorted_twice,
 )  # fmt: skip
 
 

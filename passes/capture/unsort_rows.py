@@ -41,11 +41,12 @@ Values = tuple[Value | None, ...]
 
 @dataclass(frozen=True)
 class Order:
-    """In which `numbers` [n] are sorted. value: int64 [n], in the new graph; name: that
-    it had before."""
+    """In which `numbers` [n] are sorted. name: of the order, int64 [n], in the graph;
+    value: in the new one. places: 0, 1, 2 up to n, which it is of."""
 
-    value: Value
     name: str
+    value: Value
+    places: Value
     numbers: Value
     rises: bool
 
@@ -57,7 +58,7 @@ def unsort_rows(graph: Graph, literals: Mapping[str, torch.Tensor]) -> Graph:
         unsorter = _Unsorter(graph, literals, left)
         new = unsorter.run()
         made = {v.name for node in new.nodes for v in node.results}
-        still = {o.name for o in unsorter.orders if o.value.name in made}
+        still = {o.name for o in unsorter.orders.values() if o.value.name in made}
         if not still:
             return new
         left |= still
@@ -80,7 +81,8 @@ class _Unsorter:
     ) -> None:
         self.graph, self.left = graph, left
         self.rewriter = Rewriter(graph, literals)
-        self.orders: list[Order] = []
+        # By the numbers' name, and whether they rise.
+        self.orders: dict[tuple[str, bool], Order] = {}
         self.before: dict[str, tuple[Value, Order]] = {}  # of u[order]: u, and that
         self.back: dict[str, Order] = {}  # what puts rows back that have an order
         self.ways = {
@@ -129,16 +131,18 @@ class _Unsorter:
     def sort(self, node: Node) -> Values:
         x, name = node.operands[0], _order(node)
         outs = self.rewriter.keep(node)
-        value = outs[-1]
+        value, rises = outs[-1], not node.arg("descending")
         assert value is not None
-        order, rises = self.order_of([x]), not node.arg("descending")
-        if order is not None and x == order.value and rises:
-            self.back[value.name] = order  # the order, sorted
-        elif order is None and name not in self.left:
-            order = Order(value, name, x, rises)
-            self.orders.append(order)
-            places = self.rewriter.emit("aten.arange.default", *x.shape)
-            self.before[value.name] = places, order
+        if (before := self.order_of([x])) is not None:
+            if rises and self.of(x) == before.places:
+                self.back[value.name] = before  # the order, sorted
+        elif name not in self.left:
+            order = self.orders.get((x.name, rises))
+            if order is None:
+                places = self.rewriter.emit("aten.arange.default", *x.shape)
+                order = Order(name, value, places, x, rises)
+                self.orders[x.name, rises] = order
+            self.before[value.name] = order.places, order
             if len(outs) > 1 and outs[0] is not None:
                 self.before[outs[0].name] = x, order
         return outs
@@ -155,7 +159,7 @@ class _Unsorter:
                 numbers = self.up_to(bound["sorted_sequence"])
         if numbers is None or counting_dim(places, self.rewriter.made) != 0:
             return None
-        for order in self.orders:
+        for order in self.orders.values():
             if self.sorts(order, numbers) and order.value.shape == node.out.shape:
                 return self.keep(node, [self.cast(order.numbers, node.out)], order)
         return None
@@ -163,7 +167,7 @@ class _Unsorter:
     def product(self, node: Node, order: Order) -> Values | None:
         """A product of rows that are together by the numbers that were sorted."""
         x, weight, ends, *others = arguments(node).values()
-        numbers = self.up_to(ends)
+        numbers = None if ends is None else self.up_to(ends)
         if numbers is None or not self.sorts(order, numbers) or len(x.shape) != 2:
             return None
         if any(o is not None for o in others) or self.of(x) is x:
@@ -216,7 +220,7 @@ class _Unsorter:
         if adds:
             return self.add(node, base, self.row_of(places), rows)
         covered = base.shape == rows.shape and base.dtype == rows.dtype
-        if self.row_of(places) != order.value or not covered:
+        if self.of(self.row_of(places)) != order.places or not covered:
             return None
         if self.of(rows) is not rows:
             return self.of(rows)
