@@ -197,7 +197,24 @@ def of_some(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def counts_written(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Counts are written to after they were listed."""
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+    sizes, order = counts.tolist(), chosen.flatten().argsort(stable=True)
+    counts.copy_(counts.flip(0))
+    pieces = x[order // CHOSEN].split(sizes)
+    return back([m.experts[e](p) for e, p in enumerate(pieces)], weight, order)
+
+
+def list_written(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    counts, _, order = parts_of(x, chosen)
+    counts.reverse()
+    pieces = x[order // CHOSEN].split(counts)
+    return back([m.experts[e](p) for e, p in enumerate(pieces)], weight, order)
+
+
 OTHERWISE = (
+    counts_written, list_written,
     the_next_expert, how_many, up_to_the_first_without, marked_empty, few_left_out,
     two_after_one, of_some,
 )  # fmt: skip

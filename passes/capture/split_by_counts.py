@@ -33,12 +33,13 @@ JOINS = (torch.cat, torch.concat, torch.concatenate)
 INDEX = Tensor.__getitem__
 
 
-class Counts(list[Any]):
-    """Numbers that `tolist` gave, of a tensor."""
+@dataclass(frozen=True)
+class Counts:
+    """What `tolist` gave of a tensor, as symbols. written: how often that was, then."""
 
-    def __init__(self, numbers: Sequence[Any], of: Tensor) -> None:
-        super().__init__(numbers)
-        self.of = of
+    of: Tensor
+    symbols: tuple[Any, ...]
+    written: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Pieces:
     def __init__(self, counted: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """counted: counts by their id, and the numbers of which each is one."""
         self._counted = counted
-        self._groups: dict[tuple[int, int], Group] = {}  # by the counts' id and rows
+        self._groups: dict[tuple[Any, int], Group] = {}  # by the counts, and all rows
         self._pieces: dict[Any, tuple[Group, int]] = {}
         self._counts: dict[Any, tuple[Counts, int]] = {}  # by the symbol of a number
         # Tensors that say whether a count is 0, by their id: of which, of how many.
@@ -69,15 +70,14 @@ class Pieces:
         """A forward begins."""
         self._next = 0
 
-    def listed(self, numbers: Sequence[Any], of: Tensor) -> Counts:
-        """What `tolist` gives, of a tensor of integers."""
-        counts = Counts(numbers, of)
-        for e, n in enumerate(counts):
-            if isinstance(n, torch.SymInt):
-                self._counts[n.node.expr] = counts, e
-                if (asked := getattr(n, "x", None)) is not None:
-                    self._asked[id(asked)] = asked, e, len(counts)
-        return counts
+    def listed(self, numbers: Sequence[Any], of: Tensor) -> Sequence[Any]:
+        """What `tolist` gives, of a tensor of integers; and notes it."""
+        counts = Counts(of, tuple(map(_expression, numbers)), of._version)
+        for e, n in enumerate(numbers):
+            self._counts[_expression(n)] = counts, e
+            if (asked := getattr(n, "x", None)) is not None:
+                self._asked[id(asked)] = asked, e, len(numbers)
+        return numbers
 
     def number(self, x: Any) -> tuple[int, int] | None:
         """Whose rows x are, or is asked about by x: the piece's number, and how many
@@ -92,49 +92,59 @@ class Pieces:
     ) -> Any:
         """Pieces of rows, or all rows of pieces; None of other calls. some: whether
         all pieces have rows."""
-        if func in SPLITS:
+        if func in SPLITS and len(args) in (2, 3) and not kwargs.keys() - {"dim"}:
             return self._split(*args, **kwargs)
         if func == INDEX:
             return self._part(args[0], args[1], some)
-        return self._join(*args, some=some, **kwargs) if func in JOINS else None
+        if func in JOINS and args and not kwargs.keys() - {"dim", "axis"}:
+            dim = kwargs.get("dim", kwargs.get("axis", 0))
+            return self._join(args[0], args[1] if len(args) > 1 else dim, some)
+        return None
+
+    def _known(self, first: Any) -> tuple[Counts, int] | tuple[None, int]:
+        """Of which counts a number is, and which."""
+        counts, e = self._counts.get(_expression(first), (None, 0))
+        as_listed = counts is not None and counts.of._version == counts.written
+        return (counts, e) if counts is not None and as_listed else (None, 0)
 
     def _group(self, counts: Counts, size: int) -> Group:
-        key = id(counts.of), size
+        key = counts.symbols, size
         if key not in self._groups:
-            numbers = torch.arange(len(counts), device=counts.of.device)
+            every = len(counts.symbols)
+            numbers = torch.arange(every, device=counts.of.device)
             each = numbers.repeat_interleave(counts.of, output_size=size)
-            rows = tuple(torch.where(each == e)[0] for e in range(len(counts)))
+            rows = tuple(torch.where(each == e)[0] for e in range(every))
             group = self._groups[key] = Group(counts.of, size, rows)
             self._pieces |= {_rows(r): (group, e) for e, r in enumerate(rows)}
         return self._groups[key]
 
-    def _split(
-        self, x: Any, sizes: Any = None, dim: int = 0, **named: Any
-    ) -> tuple[Tensor, ...] | None:
-        sizes = next(iter(named.values())) if sizes is None and named else sizes
-        if not isinstance(sizes, Counts) or dim not in (0, -x.ndim) or not has_shape(x):
+    def _split(self, x: Any, sizes: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+        if not isinstance(sizes, list | tuple) or not sizes or not has_shape(x):
             return None
-        return tuple(x[rows] for rows in self._group(sizes, x.shape[0]).rows)
+        counts, _ = self._known(sizes[0])
+        if counts is None or dim not in (0, -x.ndim):
+            return None
+        if tuple(map(_expression, sizes)) != counts.symbols:
+            return None
+        return tuple(x[rows] for rows in self._group(counts, x.shape[0]).rows)
 
     def _part(self, x: Any, part: Any, some: bool) -> Tensor | None:
         """x[start : start + count], of a start that is the sum of the counts before."""
         if not isinstance(part, slice) or not isinstance(part.stop, torch.SymInt):
             return None
         start = 0 if part.start is None else _expression(part.start)
-        counts, e = self._counts.get(part.stop.node.expr - start, (None, 0))
+        counts, e = self._known(part.stop.node.expr - start)
         if counts is None or part.step is not None or not has_shape(x):
             return None
         _, numbers = self._counted.get(id(counts.of), (None, None))
         if numbers is None or numbers.numel() != x.shape[0]:
             return None  # who knows whether these are all rows
-        before = [_expression(n) for n in counts[:e]]
+        before = counts.symbols[:e]
         left_out = sum(before) - start
         whole = left_out == 0 if some else {*_terms(left_out)} <= {*before}
         return x[self._group(counts, x.shape[0]).rows[e]] if whole else None
 
-    def _join(
-        self, tensors: Any, dim: int = 0, *, some: bool, **named: Any
-    ) -> Tensor | None:
+    def _join(self, tensors: Any, dim: int, some: bool) -> Tensor | None:
         if not isinstance(tensors, tuple | list):
             return None
         if not tensors and not some and self._next < len(self._joined):
@@ -144,14 +154,12 @@ class Pieces:
         symbols = [_rows(x) for x in tensors]
         if not symbols or not {*symbols} <= self._pieces.keys():
             return None
-        dim, (x, *_) = named.get("axis", dim), tensors
+        x, *others = tensors
         group, _ = self._pieces[symbols[0]]
-        numbers = [
-            number
-            for of, number in map(self._pieces.__getitem__, symbols)
-            if of is group
-        ]
-        if len(numbers) < len(symbols) or dim not in (0, -x.ndim):
+        pieces = [self._pieces[symbol] for symbol in symbols]
+        numbers = [number for of, number in pieces if of is group]
+        alike = all(other.dtype == x.dtype for other in others)
+        if len(numbers) < len(pieces) or dim not in (0, -x.ndim) or not alike:
             return None
         every = [*range(len(group.rows))]
         if numbers != (every if some else sorted({*numbers})):
