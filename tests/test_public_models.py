@@ -13,7 +13,7 @@ from autopar.passes.proof_record import SMALL
 from autopar.proof import prove_program
 from autopar.verify import verify
 
-SAMPLES, SEQ = 4, 6
+SAMPLES, SEQ = 4, 18
 
 
 class Decayed(nn.Module):
@@ -112,6 +112,54 @@ class Convolved(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Packed(nn.Module):
+    """Documents begin where positions are 0. Where those begin that there are not, the
+    sequence's length is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mixers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, seq = self.tokens(ids), ids.shape[1]
+        first, place = ids[0] % 3 == 0, torch.arange(seq)
+        number = first.cumsum(0) - 1
+        starts = torch.full((seq + 1,), seq).scatter_(
+            0,
+            torch.where(first, number, torch.full_like(number, seq)),
+            torch.where(first, place, seq),
+        )
+        near = (place >= starts[number][:, None]) & (place <= place[:, None])
+        share = near / near.sum(-1, keepdim=True).clamp(min=1)
+        for mixer in self.mixers:
+            x = x + share @ mixer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Rotated(nn.Module):
+    """Of each row the last part is rotated, as complex numbers of where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(WIDTH, 30 + 16), nn.Linear(30 + 16, WIDTH)])
+            for _ in range(4)
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, seq = self.tokens(ids), ids.shape[1]
+        angles = torch.outer(torch.arange(seq) / 9, torch.arange(1, 9) / 8)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        for mixer, back in self.layers:
+            kept, rest = mixer(x).split([30, 16], -1)
+            pairs = torch.view_as_complex(rest.unflatten(-1, (-1, 2)))
+            rest = torch.view_as_real(pairs * turns).flatten(-2)
+            x = x + back(torch.cat([kept, rest], -1))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def case(model: nn.Module) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(VOCAB, (SAMPLES, SEQ))
@@ -122,7 +170,7 @@ def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
 
 
-@pytest.mark.parametrize("made", [WithGaps, Convolved])
+@pytest.mark.parametrize("made", [WithGaps, Convolved, Packed, Rotated])
 def test_what_is_large_is_proved_small(
     made: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,25 +8,27 @@ from ..ops import extents, shrunk
 from ..ops.op import Elements, Op, to_out
 
 
-def _sized(heeds: str, *names: str) -> tuple[Op, ...]:
+def _sized(heeds: str, *names: str, **more: Any) -> tuple[Op, ...]:
     of_size = to_out("size")
-    return tuple(Op(f"aten.{n}", heeds, sizes=of_size) for n in names)
+    return tuple(Op(f"aten.{n}", heeds, sizes=of_size, **more) for n in names)
 
 
-def _like(heeds: str, *names: str, elements: Elements = "like") -> tuple[Op, ...]:
+def _like(
+    heeds: str, *names: str, elements: Elements = "like", **more: Any
+) -> tuple[Op, ...]:
     alike: Any = {"elements": elements, "extents": extents.aligned, "counts": True}
-    return tuple(Op(f"aten.{n}", heeds, **alike) for n in names)
+    return tuple(Op(f"aten.{n}", heeds, **alike, **more) for n in names)
 
 
 CORNER = "... m! n! -> ... m! n!"
 
 OPS = (
     *_sized("size dtype", "empty", "ones", "zeros"),
-    *_sized("size fill_value dtype", "full"),
+    *_sized("size fill_value dtype", "full", shrunk=shrunk.filled),
     *_sized("self size dtype", "new_empty", "new_ones", "new_zeros"),
-    *_sized("self size fill_value dtype", "new_full"),
+    *_sized("self size fill_value dtype", "new_full", shrunk=shrunk.filled),
     *_like("self dtype", "empty_like", "ones_like", "zeros_like"),
-    *_like("self fill_value dtype", "full_like"),
+    *_like("self fill_value dtype", "full_like", shrunk=shrunk.filled),
     Op("aten.arange", "start end step dtype", counts=True, shrunk=shrunk.arange),
     Op("aten.eye", shrunk=shrunk.two_sizes),
     Op("aten.scalar_tensor", "s dtype"),

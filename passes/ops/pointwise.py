@@ -155,8 +155,9 @@ OPS = (
     ),
     *(
         Op(f"aten.{name}", finite="kept", values="replaced")
-        for name in ("masked_fill", "maximum", "minimum")
+        for name in ("maximum", "minimum")
     ),
+    Op("aten.masked_fill", finite="kept", values="replaced", shrunk=shrunk.filled),
     *(
         Op(f"aten.{name}", shrunk=shrunk.comparison)
         for name in ("gt", "ge", "lt", "le")
@@ -200,6 +201,7 @@ OPS = (
         derivative=chosen,
         traced_if=lambda cts, node: node.operands[1].type != node.out.type,
         values="replaced",
+        shrunk=shrunk.filled,
     ),
     _heeded("__and__", "self other"),
     _heeded("__or__", "self other"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ..graph import Node, Value, resolve
 from ..ops.op import Small
 
@@ -62,6 +64,19 @@ def comparison(at: Small, node: Node, new: Node) -> Node:
     if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
         return new
     return new.with_args(other=at.number(other))
+
+
+def filled(at: Small, node: Node, new: Node) -> Node:
+    """Numbers written among positions speak of sizes, as those do that positions are
+    compared with: of what is nowhere, the sequence's end."""
+    if node.arg("size") is not None:
+        new = new.with_args(size=new.out.shape)
+    if node.out.dtype not in (torch.int32, torch.int64):
+        return new
+    written = {n: node.arg(n) for n in ("fill_value", "value", "self", "other")}
+    return new.with_args(
+        **{n: at.number(x) for n, x in written.items() if type(x) is int and x > 0}
+    )
 
 
 def two_sizes(_: Small, node: Node, new: Node) -> Node:

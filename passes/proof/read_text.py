@@ -26,7 +26,9 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 # In the name of a parameter: the number of a layer, or where a piece of one lies.
-LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)|\[(?P<start>\d+):(?P<end>\d+)\]")
+LAYER = re.compile(
+    r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)|\[(?P<whole>(?::,)*)(?P<start>\d+):(?P<end>\d+)\]"
+)
 # Numbers of these are layers', where they are of a loop over layers; but for what is
 # added to the loop's variable, and a step.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
@@ -231,7 +233,7 @@ class _Reader:
         def take(match: re.Match[str]) -> str:
             if match["end"] is not None:  # pieces are named one after the other
                 numbers.append(Number(float(match["end"]) - float(match["start"])))
-                return "[#]"
+                return f"[{match['whole']}#]"
             ours = match.start() == first and name.lstrip('"').startswith(
                 f"{self.path}."
             )

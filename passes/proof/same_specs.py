@@ -14,7 +14,7 @@ from ..program import ParameterSpec, Program, StageSpec
 from ..proof.extents import Product
 
 Factors = tuple[Product, ...]
-PIECE = re.compile(r"\[\d+:\d+\]")
+PIECE = re.compile(r"\[(?::,)*\d+:\d+\]")
 UNNAMED = re.compile(r"^d\d+$")
 
 
