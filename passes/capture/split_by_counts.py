@@ -67,12 +67,15 @@ class Pieces:
         self._next = 0
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Forgets all of another forward, whose symbols have the same names, but what
+        that joined."""
+        for known in (self._groups, self._pieces, self._counts, self._asked):
+            known.clear()
         self._next = 0
 
     def listed(self, numbers: Sequence[Any], of: Tensor) -> Sequence[Any]:
         """What `tolist` gives, of a tensor of integers; and notes it."""
-        counts = Counts(of, tuple(map(_expression, numbers)), of._version)
+        counts = Counts(of, tuple(map(_expression, numbers)), _version(of))
         for e, n in enumerate(numbers):
             self._counts[_expression(n)] = counts, e
             if (asked := getattr(n, "x", None)) is not None:
@@ -102,9 +105,9 @@ class Pieces:
         return None
 
     def _known(self, first: Any) -> tuple[Counts, int] | tuple[None, int]:
-        """Of which counts a number is, and which."""
+        """The counts that a number is of, and which it is of these."""
         counts, e = self._counts.get(_expression(first), (None, 0))
-        as_listed = counts is not None and counts.of._version == counts.written
+        as_listed = counts is not None and _version(counts.of) == counts.written
         return (counts, e) if counts is not None and as_listed else (None, 0)
 
     def _group(self, counts: Counts, size: int) -> Group:
@@ -177,6 +180,12 @@ def _rows(x: Any) -> Any:
     """What stands for how many rows a tensor has, if that is not known."""
     n = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
     return n.node.expr if isinstance(n, torch.SymInt) else None
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written to; no mode of a capture is told of this look."""
+    with torch._C.DisableTorchFunction():
+        return x._version
 
 
 def _expression(n: Any) -> Any:
