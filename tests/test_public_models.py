@@ -92,6 +92,22 @@ class WithGaps(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class ByNumber(nn.Module):
+    """Parts of a layer are in lists of their own, the norms two for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(16))
+        self.mixers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for i, mixer in enumerate(self.mixers):
+            x = x + self.norms[2 * i + 1](mixer(self.norms[2 * i](x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class Convolved(nn.Module):
     """Long convolutions by Fourier transforms of twice the sequence; groups of rows are
     normalised with a weight that is computed."""
@@ -170,7 +186,7 @@ def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
 
 
-@pytest.mark.parametrize("made", [WithGaps, Convolved, Packed, Rotated])
+@pytest.mark.parametrize("made", [WithGaps, ByNumber, Convolved, Packed, Rotated])
 def test_what_is_large_is_proved_small(
     made: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

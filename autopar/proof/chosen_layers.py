@@ -48,6 +48,9 @@ def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
     numbers = [[layer_number(path, m) for m in s.layers if m] for s in program.stages]
     if any(own and set(own) == {None} for own in numbers):
         return whole  # a stage of other layers alone
+    begins = (next(iter(s.layers), "") for s in program.stages[1:])
+    if any(first and layer_number(path, first) is None for first in begins):
+        return whole  # a stage begins with what comes before a layer
     by_stage = [sorted({n for n in own if n is not None}) for own in numbers]
     facts = without_index([find_facts(layer) for layer in layers.children()])
     kinds = [
