@@ -187,7 +187,7 @@ def gate(x: Tensor, scale: float) -> Tensor:  # type: ignore[no-redef]  # noqa: 
 LOADED = torch.jit.CompilationUnit("def twice(x):\n  return 2 * x\n")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_function_of_torchscript_keeps_its_derivative() -> None:
     scripted = torch.jit.script(capped)
     one = case(partial(Written, "mlp", lambda m, x: scripted(x, 3.0)))
@@ -204,7 +204,7 @@ def with_what_it_called_then(m: Written, x: Tensor) -> Tensor:
     return gated(x) + gated(x, scale=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("mlp", [without_python, with_what_it_called_then])
 def test_a_function_of_torchscript_is_what_it_was_when_made(mlp: Body) -> None:
     one = case(partial(Written, "mlp", mlp))
