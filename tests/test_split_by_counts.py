@@ -13,6 +13,7 @@ from loops_of_pieces import (
     by_running_sums,
     in_two_steps,
     of_a_table,
+    put_back,
     unless_none,
     without_empty,
 )
@@ -20,8 +21,12 @@ from losses_of_rows import of_all
 from models_of_rows import EXPERTS, WIDTH, case, split
 from torch import Tensor
 
+from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
+from autopar.passes.pipeline import compile_program
+from autopar.proof.small import make_small
 
 MESHES = ("ep=2", "dp=2", "ep=2,tp=2", "cp=2,ep=2")
 
@@ -104,3 +109,14 @@ def test_pieces_that_are_joined_otherwise_are_refused(
 def test_layers_may_be_of_two_stages() -> None:
     one = case(of_all, in_two_steps, in_two_steps)
     one.verify("pp=2,ep=2", 2)
+
+
+def test_a_large_plan_is_proved_small() -> None:
+    """What is sorted is as long as it was, in any size."""
+    one = case(of_all, put_back)
+    ids = torch.zeros(96, 128, dtype=torch.long)
+    batch = dict.fromkeys(one.batch, ids)
+    traced = trace(one.model.to("meta"), batch)
+    program = compile_program(traced, make_plan("dp=2,ep=3"))
+    small = make_small(program, one.model, batch)
+    assert small.sizes[128] < 128 and len(small.program.mesh.axes) == 2

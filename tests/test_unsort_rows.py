@@ -13,8 +13,12 @@ from cases import Case
 from models import VOCAB, mixture, token_batch
 from torch import Tensor, nn
 
+from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
 from autopar.passes.ops.experts import PRODUCT
+from autopar.passes.pipeline import compile_program
+from autopar.proof.small import make_small
 
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 16, 24, 4, 2
 
@@ -199,3 +203,13 @@ def test_the_library_s_own_way_is_as_its_looked_up_one(kind: str) -> None:
 def test_the_library_s_own_way_takes_microbatches() -> None:
     case = mixture("mixtral", experts_implementation="grouped_mm")
     case.verify("dp=2", 2)
+
+
+def test_the_library_s_own_way_is_proved_small() -> None:
+    """Also where each number is counted in a bin of its own."""
+    case = mixture("mixtral", experts_implementation="grouped_mm")
+    batch = dict.fromkeys(case.batch, torch.zeros(64, 128, dtype=torch.long))
+    model = case.model.to("meta")
+    program = compile_program(trace(model, batch), make_plan("dp=2,ep=2"))
+    small = make_small(program, model, batch)
+    assert small.sizes[128] < 128 and len(small.program.mesh.axes) == 2

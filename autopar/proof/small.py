@@ -34,6 +34,7 @@ from autopar.proof.chosen_layers import with_few_layers
 from autopar.proof.values import real_values
 
 MESHES = 8  # that are looked at for small extents
+MOST = 5e7  # parameters of what is small
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,14 @@ def _shrink(
         axes, sizes = _choose(plan, few, splits, extents)
         shrinker = Shrinker(extents, sizes)
         try:
-            return axes, shrinker, shrinker.graph(captured)
+            small = shrinker.graph(captured)
+            if sum(v.numel for v in small.graph.params) <= MOST:
+                return axes, shrinker, small
+            raise NotShrunk(
+                "the small model is not small, as too many of its sizes are said by "
+                "arguments of ops",
+                fix="prove the plan of a smaller model of the kind",
+            )
         except NotShrunk as error:
             if error.extents <= extents.fixed:
                 raise

@@ -199,6 +199,14 @@ def stacked(at: Unite, node: Node) -> None:
         at.fixed += at.tensors[node.out.name][dim]
 
 
+def ordered(at: Unite, node: Node) -> None:
+    """sort, argsort: all there is along a dim, in an order."""
+    if at.bind(node) and (x := node.operands[0]).shape:
+        dim = dim_of(node)
+        for v in node.results:
+            at.atoms.unify(at.tensors[x.name][dim], at.tensors[v.name][dim])
+
+
 def copied(at: Unite, node: Node) -> None:
     """repeat_interleave: how often is the op's own, if it is a number."""
     if at.bind(node) and isinstance(node.arg("repeats"), int):

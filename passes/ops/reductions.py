@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..graph import Node, Value
+from ..ops import extents
 from ..ops.cotangents import Cotangents
 from ..ops.notation import letters, marked, spell
 from ..ops.op import Op, OutCotangents
@@ -196,6 +197,7 @@ OPS = (
         "self stable dim descending",
         topmost,
         "default(x(a, b, c), 0)",
+        extents=extents.ordered,
         finite="kept",
         selects=True,
     ),
@@ -204,6 +206,7 @@ OPS = (
         "self stable dim descending",
         topmost,
         "default(x(a, b, c), 0)",
+        extents=extents.ordered,
     ),
     *(
         Op(

@@ -26,6 +26,13 @@ def group_norm(at: Small, node: Node, new: Node) -> Node:
     return new.with_args(num_groups=groups)
 
 
+def histogram(_: Small, node: Node, new: Node) -> Node:
+    """histc of whole numbers, a bin for each: as many bins as there are now."""
+    bins, most = node.named("bins max")
+    fewer = new.out.shape[0]
+    return new.with_args(bins=fewer, max=most - bins + fewer)
+
+
 def arange(at: Small, node: Node, new: Node) -> Node:
     """As many as there are; one that begins elsewhere begins there still."""
     count = new.out.shape[0] if new.out.shape else 1
