@@ -24,6 +24,7 @@ from autopar.passes.graph import Node
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
+from autopar.passes.proof.choose_sizes import NotShrunk
 from autopar.passes.proof_record import SMALL, WHOLE
 from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
@@ -75,6 +76,38 @@ def test_what_is_little_is_run_as_it_is() -> None:
     program = autopar.compile_offline(model, batch, plan, cluster=PLAIN, prove=True)
     assert program.proof is not None and program.proof.size == WHOLE
     assert program.proof.error < 1e-13
+
+
+class ManyRows(nn.Module):
+    """Parameters of which a step needs few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(700_000, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+
+@pytest.mark.parametrize("shrunk", [True, False])
+def test_many_parameters_are_not_run_as_they_are(
+    shrunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if their model cannot be made small either, as it takes much memory."""
+    case = Case(ManyRows(), {"ids": torch.randint(700_000, (4, 8))})
+    program = case.compile("dp=2")
+    if shrunk:
+        proof = prove_program(program, *case[:2], case.trace())
+        assert proof.size == SMALL and proof.passed
+        return
+
+    def refuse(*_: object) -> None:
+        raise NotShrunk("no small sizes")
+
+    monkeypatch.setattr(prover, "make_small", refuse)
+    monkeypatch.setattr(prover, "HELD", 2e7)
+    with pytest.raises(NotProved, match="could not be proved: no small sizes"):
+        prove_program(program, *case[:2], case.trace())
 
 
 class Normed(nn.Module):

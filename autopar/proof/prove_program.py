@@ -29,6 +29,7 @@ from autopar.passes.proof_record import SMALL, WHOLE, Proof
 from autopar.progress import tell
 from autopar.proof.beside_model import (
     LITTLE,
+    MANY,
     TOLERANCE,
     Untouched,
     run_beside_model,
@@ -48,8 +49,9 @@ from autopar.proof.verification import Verification
 from autopar.runtime.comm.comm import CommError
 
 # What is run as it is: LITTLE floating point operations of a forward, of all ranks, of
-# which there are not many; and what is, if it cannot be made small.
-RANKS, MUCH = 16, 1e11
+# which there are not many, and MANY parameters. And what is, if it cannot be made
+# small: MUCH, and parameters of all replicas, each of which takes 100 bytes in float64.
+RANKS, MUCH, HELD = 16, 1e11, 1e8
 
 WITHOUT = (
     "compile a smaller model of the kind, verify that, and this one with prove=False "
@@ -97,15 +99,16 @@ class Claim:
 
 
 def _prove(claim: Claim) -> Proof:
-    flops = claim.program.forward_flops
-    if flops <= LITTLE and claim.program.mesh.size <= RANKS:
+    flops, count = claim.program.forward_flops, claim.untouched.parameters
+    mesh = claim.program.mesh
+    if flops <= LITTLE and count <= MANY and mesh.size <= RANKS:
         return _prove_whole(claim)
     try:
         return _prove_small(claim)
     except VerificationFailed:
         raise
     except AutoparError as error:
-        if flops > MUCH:
+        if flops > MUCH or count * mesh.sample_ranks > HELD:
             raise NotProved(
                 f"the plan could not be proved: {error.message}",
                 source=error.source,
