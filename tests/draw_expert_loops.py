@@ -279,13 +279,21 @@ def outcome(loop: Loop) -> str:
     return "one step" if joined else "as it is"
 
 
-if __name__ == "__main__":
+def print_outcomes(draw: Callable[[int], Any], outcome: Callable[[Any], str]) -> None:
+    """Prints what came of the seeds that the command line names, the first and the
+    last; of what was wrong, the error and the text that was drawn."""
     first, last = map(int, sys.argv[1:])
     counts: Counter[str] = Counter()
     for seed in range(first, last + 1):
+        drawn = draw(seed)
         try:
-            counts[outcome(draw(seed))] += 1
+            counts[outcome(drawn)] += 1
         except Exception as error:
             counts["wrong"] += 1
-            print(seed, type(error).__name__, str(error)[:1500], flush=True)
+            text = f"{error}"[:1500]
+            print(seed, type(error).__name__, text, drawn.text, flush=True)
     print(dict(counts))
+
+
+if __name__ == "__main__":
+    print_outcomes(draw, outcome)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import linecache
 import random
-import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import Case
+from draw_expert_loops import print_outcomes
 from models import VOCAB, token_batch
 from torch import Tensor, nn
 
@@ -187,13 +186,4 @@ def outcome(drawn: Draw) -> str:
 
 
 if __name__ == "__main__":
-    first, last = map(int, sys.argv[1:])
-    counts: Counter[str] = Counter()
-    for seed in range(first, last + 1):
-        try:
-            counts[outcome(draw(seed))] += 1
-        except Exception as error:
-            counts["wrong"] += 1
-            text = f"{error}"[:900]
-            print(seed, type(error).__name__, text, draw(seed).text, flush=True)
-    print(dict(counts))
+    print_outcomes(draw, outcome)

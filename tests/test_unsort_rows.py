@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case
-from models import VOCAB, mixture, token_batch
-from torch import Tensor, nn
+from draw_sorted_rows import EXPERTS, WIDTH, Model
+from models import mixture, token_batch
+from torch import Tensor
 
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
@@ -20,47 +21,13 @@ from autopar.passes.ops.experts import PRODUCT
 from autopar.passes.pipeline import compile_program
 from autopar.proof.small import make_small
 
-WIDTH, HIDDEN, EXPERTS, CHOSEN = 16, 24, 4, 2
-
-
-class Layer(nn.Module):
-    """Experts of which each row is multiplied by its own, in the order of these."""
-
-    def __init__(self, work: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.work = work
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weight, chosen = self.router(rows).softmax(-1).topk(CHOSEN, dim=-1)
-        return x + self.work(self, rows, weight, chosen).view_as(x)
-
-    def experts(self, x: Tensor, number: Tensor) -> Tensor:
-        h = F.silu(torch.bmm(self.up[number], x[:, :, None]))
-        return torch.bmm(self.down[number], h)[:, :, 0]
-
-
-class Model(nn.Module):
-    def __init__(self, work: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer(work) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+CHOSEN = 2
 
 
 def by_order_of_order(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
-    y = m.experts(x[order // CHOSEN], flat[order])
+    y = m.product(x[order // CHOSEN], flat[order])
     y = y * weight.flatten()[order].unsqueeze(-1)
     return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
 
@@ -68,7 +35,7 @@ def by_order_of_order(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tens
 def by_written_rows(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     number, order = torch.sort(chosen.view(-1))
     y = torch.empty(len(order), WIDTH, dtype=x.dtype)
-    y[order] = m.experts(x.repeat_interleave(CHOSEN, 0)[order], number)
+    y[order] = m.product(x.repeat_interleave(CHOSEN, 0)[order], number)
     return (y.view(*chosen.shape, -1) * weight[..., None]).sum(1)
 
 
@@ -76,7 +43,7 @@ def by_scattered_places(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Te
     flat = chosen.reshape(-1)
     order = torch.argsort(flat, descending=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-    y = m.experts(
+    y = m.product(
         x.index_select(0, order.div(CHOSEN, rounding_mode="floor")), flat[order]
     )
     return torch.einsum("nkd,nk->nd", y[places].unflatten(0, chosen.shape), weight)
@@ -86,21 +53,21 @@ def by_added_rows(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     token = torch.arange(len(x)).repeat_interleave(CHOSEN)
     number, order = chosen.flatten().sort(0)
     token, share = token.index_select(0, order), weight.flatten()[order]
-    y = m.experts(x[token], number) * share[:, None]
+    y = m.product(x[token], number) * share[:, None]
     return torch.zeros_like(x).index_add(0, token, y)
 
 
 def by_scattered_sums(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     order = chosen.flatten().argsort()
     token = (order // CHOSEN)[:, None].expand(-1, WIDTH)
-    y = m.experts(x.gather(0, token), chosen.flatten()[order])
+    y = m.product(x.gather(0, token), chosen.flatten()[order])
     return x.scatter_add(0, token, y * weight.flatten()[order, None])
 
 
 def sorted_twice(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """Where rows come from, and where they go, is asked for apart."""
     flat = chosen.flatten()
-    y = m.experts(x[flat.argsort() // CHOSEN], flat.sort()[0])
+    y = m.product(x[flat.argsort() // CHOSEN], flat.sort()[0])
     back = flat.argsort().argsort()
     return (y[back].view(*chosen.shape, -1) * weight[..., None]).sum(1)
 
@@ -133,7 +100,7 @@ def seen(view: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def work(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        y = view(m.experts(x[order // CHOSEN], flat[order]))
+        y = view(m.product(x[order // CHOSEN], flat[order]))
         return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
 
     return work
@@ -142,7 +109,7 @@ def seen(view: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 def back_by_another(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """Of two columns that are sorted, one with the order of the other."""
     first, second = (chosen[:, i].argsort(stable=True) for i in range(2))
-    y = m.experts(x[first], chosen[first, 0])
+    y = m.product(x[first], chosen[first, 0])
     return y[second.argsort()] * weight[:, :1]
 
 
@@ -150,20 +117,56 @@ def every_column(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """The order is one of columns, where rows are as many as these."""
     x, chosen = x[:WIDTH], chosen[:WIDTH, 0]
     order = chosen.argsort(stable=True)
-    y = m.experts(x[order], chosen[order])
+    y = m.product(x[order], chosen[order])
     back = torch.zeros_like(y).scatter_(0, order.expand(WIDTH, WIDTH), y)
     return torch.cat([back * weight[:WIDTH, :1], weight.new_zeros(32 - WIDTH, WIDTH)])
 
 
+def by_cast_numbers(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """The order is one of what numbers are cast to, the counts are of the numbers."""
+    flat = chosen.flatten()
+    order = flat.bool().argsort(stable=True)
+    ends = F.one_hot(flat, EXPERTS).sum(0).cumsum(0)
+    number = torch.searchsorted(ends, torch.arange(len(order)), right=True)
+    y = m.product(x[order // CHOSEN], number)
+    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+
+def by_one_count(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """How many there are of one number is no count of all."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    ends = (flat == 1).sum(0, keepdim=True).cumsum(0)
+    number = torch.searchsorted(ends, torch.arange(len(order)), right=True)
+    y = m.product(x[order // CHOSEN], number)
+    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+
+def by_largest(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Ends are of what one of several results is."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    ends = weight.flatten().topk(EXPERTS - 1)[0].cumsum(0)
+    number = torch.searchsorted(ends, weight.flatten(), right=True)
+    y = m.product(x[order // CHOSEN], number)
+    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+
 SORTED = {k: seen(view) for k, view in SEEN.items()} | {
     "another": back_by_another,
+    "cast": by_cast_numbers,
+    "one count": by_one_count,
+    "largest": by_largest,
     "columns": every_column,
 }
 
 
 def of(work: Callable[..., Tensor]) -> Case:
+    def chosen(m: Any, x: Tensor) -> Tensor:
+        return work(m, x, *m.router(x).softmax(-1).topk(CHOSEN, dim=-1))
+
     torch.manual_seed(0)
-    return Case(Model(work), token_batch(4, 8)).double()
+    return Case(Model(chosen), token_batch(4, 8)).double()
 
 
 def sorts(case: Case) -> int:

@@ -26,6 +26,7 @@ Part = tuple[int, int]  # stride and extent, in elements of the choices
 Parts = tuple[Part, ...]  # the outermost first
 NUMBERS = -1  # the stride of the dim of a mask that has one for each number
 REPEATED = "aten.repeat_interleave.self_Tensor"
+LOSSY = (torch.bool, torch.float16, torch.bfloat16)  # which not all numbers survive
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 
 
@@ -123,18 +124,18 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
 def find_counted(counts: Value, made: Mapping[str, Node]) -> Value | None:
     """The choices of which it says how many are 0, 1, 2 and so on, to the last that
     there may be."""
-    node = made.get(unseen(counts, made).name)
-    if node is None or len(node.out.shape) != 1:
+    counts = unseen(counts, made)
+    node = made.get(counts.name)
+    if node is None or len(counts.shape) != 1:
         return None
-    x, every, choices = node.operands[0], node.out.numel, None
+    every, choices = counts.numel, None
     if node.name == "aten.histc":
         bins, low, high = node.named("bins min max")
-        exact = x.dtype not in (torch.float16, torch.bfloat16)
-        if exact and low == 0 and bins - 1 <= high <= bins:
-            choices, _ = find_choices(unseen(x, made), made)
-    elif node.name == "aten.sum" and (match := find_match(x, made)) is not None:
-        (kept,) = {*range(len(x.shape))} - {*dims_of(node)}
-        whole = match.dims[kept] == ((NUMBERS, every),)
+        if low == 0 and bins - 1 <= high <= bins:
+            choices, _ = find_choices(unseen(node.operands[0], made), made)
+    elif node.name == "aten.sum" and (match := find_match(node.operands[0], made)):
+        kept = {*range(len(match.dims))} - {*dims_of(node)}
+        whole = [match.dims[d] for d in kept] == [((NUMBERS, every),)]
         if whole and are_distinct(match.choices, match.gone, made):
             choices = match.choices
     most = choices and numbers_of(choices, made)
@@ -142,9 +143,10 @@ def find_counted(counts: Value, made: Mapping[str, Node]) -> Value | None:
 
 
 def unseen(v: Value, made: Mapping[str, Node]) -> Value:
-    """What v is a view or a cast of, of all its elements in their order."""
+    """What v is a view or a cast of, of all its elements in their order; casts that not
+    all numbers survive are left."""
     node = made.get(v.name)
-    if node is None or not shows_all(node):
+    if node is None or not shows_all(node) or v.dtype in LOSSY:
         return v
     return unseen(node.operands[0], made)
 
