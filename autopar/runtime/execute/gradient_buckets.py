@@ -17,9 +17,10 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.work import Work
 
 LOG = logging.getLogger("autopar")
-# Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7); of
-# a small model fewer, so that the first of several leave while the backward still runs.
-MOST, LEAST, MESSAGES = 25 << 20, 1 << 20, 4
+# Bytes of gradients that are worth a message, over NCCL and over gloo (Li 2020,
+# arXiv:2006.15704, figure 7); between these a fourth of all, so that the first leave
+# while the backward still runs.
+MOST, LEAST, MESSAGES = 25 << 20, 5 << 20, 4
 
 
 @dataclass
