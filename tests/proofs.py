@@ -12,7 +12,8 @@ from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
-from autopar.passes.proof_record import Proof
+from autopar.passes.proof_record import CutShort, Proof
+from autopar.proof.full_size import check_full_size
 from autopar.proof.prove_program import prove_program
 from examples.gpt import Config, build
 
@@ -30,6 +31,12 @@ def compiled(
 
 def prove(model: nn.Module, batch: dict[str, Tensor], program: Program) -> Proof:
     return prove_program(program, model, batch, trace(model, batch))
+
+
+def run_full_size(
+    model: nn.Module, batch: dict[str, Tensor], program: Program
+) -> tuple[CutShort, ...]:
+    return check_full_size(program, trace(model, batch))
 
 
 def changed(text: str, old: str, new: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from cases import Case
 from hf import SEQ, VOCAB, tiny
 from plans import model_file, small_program
-from proofs import BIG, changed, compiled, prove
+from proofs import BIG, changed, compiled, prove, run_full_size
 from torch import Tensor, nn
 
 import autopar
@@ -29,7 +29,6 @@ from autopar.passes.proof_record import SMALL, WHOLE
 from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.plans.store import load_plan, save_plan
-from autopar.proof.full_size import check_full_size
 from autopar.proof.prove_program import NotProved, prove_program
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.small import make_small
@@ -229,7 +228,7 @@ def test_a_dim_found_by_its_extent_is_no_size(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("autopar.passes.emit_modules.emit", wrong)
     config = Config(layers=1, width=192, heads=6, context=64, vocab=64)
     model, batch, program = compiled("cp=2", 1, config)
-    assert check_full_size(program) == ()
+    assert run_full_size(model, batch, program) == ()
     with pytest.raises(NotProved, match=r"is not what it is with small sizes.*transpo"):
         prove(model, batch, program)
 
@@ -237,23 +236,23 @@ def test_a_dim_found_by_its_extent_is_no_size(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_ranks_that_do_not_meet_are_noticed() -> None:
     """Uneven shares: ranks run different texts, which must make the same calls."""
-    *_, program = compiled("tp=4")
+    model, batch, program = compiled("tp=4")
     assert len(program.modules) > 1
-    assert check_full_size(program) == ()
+    assert run_full_size(model, batch, program) == ()
     key, text = next(iter(program.modules.items()))
     wrong = {
         **program.modules,
         key: changed(text, "c.all_gather(", "c.reduce_scatter("),
     }
     with pytest.raises(VerificationFailed):
-        check_full_size(replace(program, modules=wrong))
+        run_full_size(model, batch, replace(program, modules=wrong))
 
 
 @pytest.mark.slow
 def test_masks_and_declarations_that_fit_no_model_are_noticed() -> None:
     config = Config(3, 16, 2, 8, 19, 0.2)
-    *_, program = compiled("", 1, config, recompute="full")
-    assert check_full_size(program) == ()
+    model, batch, program = compiled("", 1, config, recompute="full")
+    assert run_full_size(model, batch, program) == ()
     [(key, text)] = program.modules.items()
     for old, new, says in (
         ("3 * i + 2", "3 * i + 1", "draws random"),  # of what is computed again
@@ -263,12 +262,35 @@ def test_masks_and_declarations_that_fit_no_model_are_noticed() -> None:
     ):
         modules = {key: changed(text, old, new)}
         with pytest.raises(AutoparError, match=says):
-            check_full_size(replace(program, modules=modules))
+            run_full_size(model, batch, replace(program, modules=modules))
+
+
+class Aside(nn.Module):
+    """Of its last layer a dropout goes into what nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(VOCAB, 32), nn.Dropout(0.2)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = y = self.embed(ids)
+        for layer in self.layers:
+            x, y = x + self.drop(layer(y)), y + self.drop(layer(x))
+        return (self.drop(x) @ self.embed.weight.T).logsumexp(-1).mean()
+
+
+@pytest.mark.usefixtures("only_small")
+def test_masks_that_nobody_reads_are_left_out() -> None:
+    case = Case(Aside(), {"ids": torch.randint(VOCAB, (4, SEQ))})
+    program = case.compile("pp=2", 2)
+    assert "c.dropout_counters(6, " in "".join(program.modules.values()), "not 5"
+    assert prove_program(program, *case[:2], case.trace()).size == SMALL
 
 
 @pytest.mark.slow
 def test_a_rank_that_runs_the_module_of_another_is_noticed() -> None:
-    *_, program = compiled("dp=2,tp=4")
+    model, batch, program = compiled("dp=2,tp=4")
     (stage,) = program.stages
     first, last = "dp=1,tp=0", "dp=1,tp=3"
     one, other = stage.modules[first], stage.modules[last]
@@ -276,7 +298,7 @@ def test_a_rank_that_runs_the_module_of_another_is_noticed() -> None:
     modules = {**stage.modules, first: other, last: one}
     wrong = replace(program, stages=(replace(stage, modules=modules),))
     with pytest.raises(VerificationFailed, match="shares of other shapes"):
-        check_full_size(wrong)
+        run_full_size(model, batch, wrong)
 
 
 # --- where users meet it -------------------------------------------------------------

@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import torch
 from cases import Case, on_rank
-from models import plain_gpt
+from models import Stack, plain_gpt, token_batch
 from torch import Tensor
 
 from autopar.passes.program import Program
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.comm.virtual_world import Mismatch
+from autopar.runtime.execute.gradient_buckets import ALIGNED
 from autopar.runtime.execute.running_stage import Batch
 
 LEAVES = ("start_reduce_ranks_", "start_scatter")
@@ -135,3 +136,17 @@ def test_a_small_model_reduces_several_times(layers, monkeypatch):
     several = run_virtual(program.mesh, 1, sizes)[0]
     assert 2 <= len(several) <= 5 and sum(several) == one
     assert all(size >= one // 4 for size in several[:-1])
+
+
+def test_gradients_begin_alike_on_all_ranks():
+    """Where memory begins elsewhere, a product that is added to it may be rounded
+    otherwise, and replicas are alike no more. Uneven shares lie before some here."""
+    case = Case(Stack(layers=1), token_batch(), lambda out, _: out.logsumexp(-1).mean())
+    case.batch.pop("labels")
+    program = case.compile("tp=2")
+
+    def starts(comm: Comm) -> set[int]:
+        gradients = on_rank(program, comm, case.model).gradients
+        return {grad.data_ptr() % ALIGNED for grad in gradients.tensors.values()}
+
+    assert run_virtual(program.mesh, 1, starts) == [{0}, {0}]

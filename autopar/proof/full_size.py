@@ -9,7 +9,7 @@ stage sends must be what the next receives.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.on_meta import META, Shapes
+from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE, Mesh
+from autopar.passes.ops.random import CHANCE
 from autopar.passes.program import Program, coords_text
 from autopar.passes.proof_record import CutShort
 from autopar.passes.schedule.check_schedule import check
@@ -108,7 +111,7 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-def check_full_size(program: Program) -> tuple[CutShort, ...]:
+def check_full_size(program: Program, traced: Traced) -> tuple[CutShort, ...]:
     """Returns the modules that did not run to their end: where one routes rows by their
     values, shapes of the rest depend on these.
 
@@ -118,6 +121,7 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     modules: dict[tuple[int, str], list[Call]] = {}
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
     cut: list[CutShort] = []
+    numbers = _numbers(traced) if program.draw or program.has_dropout else []
     drawn: int | None = 0
     shapes = Shapes()
     for index, stage in enumerate(program.stages):
@@ -127,7 +131,7 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
             comm, declared[index, key], cut_short = ran
             modules[index, key] = comm.calls
             cut += cut_short
-            drawn = _check_draws(comm.draws, index, first)
+            drawn = _check_draws(comm.draws, numbers, index, first)
             drawn = None if cut_short else drawn
         _check_meetings(program, index, modules)
         assert stage.modules, "a stage runs on some ranks"
@@ -135,17 +139,26 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     return tuple(cut)
 
 
+def _numbers(traced: Traced) -> list[int]:
+    """Those of a model's random numbers and masks of dropout that it reads."""
+    nodes = normalize(traced).graph.nodes
+    return [node.arg("number") for node in nodes if node.op in CHANCE]
+
+
 def _check_draws(
-    drawn: Mapping[str, list[int]], stage: int, first: int | None
+    drawn: Mapping[str, list[int]],
+    numbers: Sequence[int],
+    stage: int,
+    first: int | None,
 ) -> int | None:
     """Masks of dropout and random numbers are those of the model: a stage draws the
     next ones, in turn, and may draw some of those before it, of what it computes for
-    itself. What is computed again has one of these, each once. first: of this stage,
-    None if it is not known. Returns the first of the next stage."""
+    itself. What is computed again has one of these, each once. numbers: the model's.
+    first: of this stage, None if it is not known. Returns the first of the next."""
     own = drawn.get("forward", [])
     new = own if first is None else [n for n in own if n >= first]
     start = new[0] if first is None and new else first or 0
-    told = new == [*range(start, start + len(new))]
+    told = new == [n for n in numbers if n >= start][: len(new)]
     again = [n for name, nodes in drawn.items() if name != "forward" for n in nodes]
     if not told or len({*again}) < len(again) or not {*again} <= {*own}:
         raise VerificationFailed(
@@ -153,7 +166,7 @@ def _check_draws(
             "are not the model's",
             fix=REPORT,
         )
-    return start + len(new)
+    return new[-1] + 1 if new else start
 
 
 def _first_ranks(program: Program, stage: int) -> dict[str, int]:

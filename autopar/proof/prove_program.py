@@ -131,7 +131,7 @@ def _prove_small(claim: Claim) -> Proof:
     tell("proof: comparing texts")
     check_transfer(program, small)
     tell("proof: ranks of full size, without numbers")
-    cut_short = check_full_size(program)
+    cut_short = check_full_size(program, claim.traced)
     proof = _proof(SMALL, small, claim)
     layers = {
         layer_number(small.few.path, name)

@@ -21,6 +21,9 @@ LOG = logging.getLogger("autopar")
 # arXiv:2006.15704, figure 7); between these a fourth of all, so that the first leave
 # while the backward still runs.
 MOST, LEAST, MESSAGES = 25 << 20, 5 << 20, 4
+# In bytes, where gradients begin: how a product is rounded that is added to memory may
+# depend on it, and what lies before a gradient has other sizes on other ranks.
+ALIGNED = 64
 
 
 @dataclass
@@ -137,14 +140,14 @@ class Gradients:
         self, ranks: tuple[int, ...], names: list[str], stages: Sequence[int]
     ) -> Bucket:
         first = self._rows(names[0])[0]
-        total = sum(p.numel() for n in names for p in self._rows(n))
-        flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        start, held = 0, []
-        for n in names:
+        counts = [sum(p.numel() for p in self._rows(n)) for n in names]
+        unit = ALIGNED // first.itemsize
+        rooms = [-(-count // unit) * unit for count in counts]
+        flat = torch.zeros(sum(rooms), dtype=first.dtype, device=first.device)
+        held = []
+        for n, count, room in zip(names, counts, flat.split(rooms), strict=True):
             rows = [row for row in self.program.rows_of(n) if row in self.parameters]
-            shape = self.parameters[rows[0]].shape
-            whole = flat[start : start + len(rows) * prod(shape)]
-            start += whole.numel()
+            shape, whole = self.parameters[rows[0]].shape, room[:count]
             if rows == [n]:
                 self.tensors[n] = self.by_name[n] = whole.view(shape)
             else:
