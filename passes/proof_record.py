@@ -130,7 +130,7 @@ class Proof:
         layers = f", {kept} of {every} layers" if every > kept else ""
         return (
             f"proved small ({self.mesh or 'one rank'}{layers}): {compared}; "
-            f"{self.texts} modules are the same but for sizes{self._cut_short()}"
+            f"modules that are the same but for sizes: {self.texts}{self._cut_short()}"
         )
 
     def _cut_short(self) -> str:
@@ -138,6 +138,6 @@ class Proof:
             return ""
         first = self.cut_short[0]
         return (
-            f", of which {len(self.cut_short)} run at full size only up to what "
-            f"depends on values ({first.source})"
+            f", of which at full size run only up to what depends on values "
+            f"({first.source}): {len(self.cut_short)}"
         )

@@ -109,6 +109,33 @@ def test_many_parameters_are_not_run_as_they_are(
         prove_program(program, *case[:2], case.trace())
 
 
+class Pairs(nn.Module):
+    """Elements of pairs are read and written apart; a token in the middle pads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 64, padding_idx=123)
+        self.up, self.down = nn.Linear(64, 2 * 64), nn.Linear(64, 64)
+        self.out = nn.Linear(64, 300)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        both = self.up(x)
+        x = x + self.down(both[..., ::2] * both[..., 1::2].sigmoid())
+        turned = torch.empty_like(x)
+        turned[..., ::2] = -x[..., 1::2]
+        turned[..., 1::2] = x[..., ::2]
+        return nn.functional.cross_entropy(self.out(turned + x).mT, ids)
+
+
+@pytest.mark.usefixtures("only_small")
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_pairs_and_a_token_that_pads_are_proved_small(mesh: str) -> None:
+    case = Case(Pairs(), {"ids": torch.randint(300, (8, 40))})
+    proof = prove_program(case.compile(mesh), *case[:2], case.trace())
+    assert proof.size == SMALL and proof.passed
+
+
 class Normed(nn.Module):
     """torch takes an eps for the norm that follows from the dtype."""
 

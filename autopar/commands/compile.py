@@ -107,7 +107,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     for note in program.remarks:
         print(wrap(f"note: {note}"))
     print(program.proof or "not proved")
-    print(f"wrote {where} ({len(program.modules)} distinct modules)")
+    print(f"wrote {where} (distinct modules: {len(program.modules)})")
     if not on_meta:
         print(f"next: {command('autopar', 'run', arguments.output)}")
     return 0

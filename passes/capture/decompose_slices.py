@@ -9,6 +9,7 @@ import torch
 
 from ..capture.rewrite import Rewriter, Rule
 from ..graph import Node, Value
+from ..ops.parts import is_comb
 
 FILLED = ("aten.zeros", "aten.ones", "aten.full")
 
@@ -20,7 +21,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
     x, dim, start, end, step = bounds(node, node.operands[0])
     if node.out.shape == x.shape:
         return x
-    if is_comb(x, dim, start, end, step):
+    if is_comb(x.shape[dim], start, end, step):
         x = comb(rewriter, x, dim, step)
         return rewriter.like(node, "aten.select.int", x, dim + 1, start)
     joined = rewriter.producer(x, "aten.cat")
@@ -74,7 +75,7 @@ def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
     if base.shape == part.shape:
         return part
     base = spread(rewriter, base)
-    if is_comb(base, dim, start, end, step):
+    if is_comb(base.shape[dim], start, end, step):
         apart = comb(rewriter, base, dim, step)
         shape = (*part.shape[: dim + 1], 1, *part.shape[dim + 1 :])
         part = rewriter.reshape(part, shape)
@@ -83,13 +84,6 @@ def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
     if step != 1:
         return rewriter.again(node, self=base, src=part)
     return around(rewriter, base, part, dim, start, end)
-
-
-def is_comb(x: Value, dim: int, start: int, end: int, step: int) -> bool:
-    """Whether a slice takes one of each `step` elements, to the end."""
-    extent = x.shape[dim]
-    last = start + (extent // step - 1) * step
-    return start < step and step > 1 and extent % step == 0 and last < end
 
 
 def comb(rewriter: Rewriter, x: Value, dim: int, step: int) -> Value:

@@ -77,7 +77,10 @@ class Unite(Protocol):
 
 
 class Small(Protocol):
-    """A graph whose sizes are made small: `passes.proof.shrink.Shrinker`."""
+    """A graph whose sizes are made small: `passes.proof.shrink.Shrinker`. compared:
+    numbers that are compared with positions or ids, and what these became."""
+
+    compared: dict[int, int]
 
     def number(self, n: int) -> int:
         """A number that is compared with positions: its place among the sizes."""

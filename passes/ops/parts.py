@@ -33,6 +33,21 @@ def picked(node: Node) -> tuple[int, int]:
     return low, low + 1
 
 
+def comb_of(node: Node) -> int:
+    """n > 1 of what takes or writes each n-th of a whole dim, see `is_comb`; else 1."""
+    part, step = part_of(node), int(node.arg("step") or 1)
+    if part is None:
+        return 1
+    x, dim, start, end = part
+    return step if is_comb(x.shape[dim], start, end, step) else 1
+
+
+def is_comb(extent: int, start: int, end: int, step: int) -> bool:
+    """Whether a slice takes one of each `step` elements, to the end."""
+    last = start + (extent // step - 1) * step
+    return start < step and step > 1 and extent % step == 0 and last < end
+
+
 def _extent(node: Node) -> int:
     return node.operands[0].shape[dim_of(node)]
 

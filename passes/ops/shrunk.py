@@ -54,13 +54,14 @@ def repeat(_: Small, node: Node, new: Node) -> Node:
     return new.with_args(**{copies: times})
 
 
-def embedding(_: Small, node: Node, new: Node) -> Node:
+def embedding(at: Small, node: Node, new: Node) -> Node:
     """A row for padding is as far from the end, or the beginning, as it was."""
     padding = node.arg("padding_idx")
     rows, fewer = node.operands[0].shape[0], new.operands[0].shape[0]
     if padding < fewer:
         return new
     place = max(0, fewer - (rows - padding)) if rows - padding <= fewer else fewer - 1
+    at.compared[padding] = place
     return new.with_args(padding_idx=place)
 
 

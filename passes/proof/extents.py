@@ -22,7 +22,7 @@ from ..dims.name_dims import bind
 from ..dims.probe import probe_equation
 from ..graph import Graph, Node, Value
 from ..ops.op import is_view, op_of
-from ..ops.parts import part_of
+from ..ops.parts import comb_of, part_of
 from ..ops.reductions import dims_of, topmost
 from ..ops.rules import equation, is_pointwise
 
@@ -170,7 +170,7 @@ class _Search:
     # --- where ops cut a dim up ------------------------------------------------------
 
     def _find_cuts(self, node: Node) -> None:
-        if (part := part_of(node)) is None:
+        if (part := part_of(node)) is None or comb_of(node) > 1:
             return
         x, dim, start, end = part
         self.cuts[x.name, dim] |= {start, end}
@@ -251,14 +251,15 @@ class _Search:
         part = part_of(node)
         assert part is not None
         x, dim, start, end = part
-        inside = self._segment(x, dim, start, end)
-        name = node.name
-        scatters = name.endswith("_scatter")
+        scatters = node.name.endswith("_scatter")
         small = node.operands[1] if scatters else node.out
         here, there = self.tensors[x.name], self.tensors[small.name]
         dims = [d for d in range(len(x.shape)) if d != dim]
-        if len(small.shape) == len(x.shape):
-            step = node.arg("step") or 1
+        if (teeth := comb_of(node)) > 1:
+            self.sum(here[dim], [(there[dim], small.shape[dim])] * teeth)
+            places = dims
+        elif len(small.shape) == len(x.shape):
+            inside, step = self._segment(x, dim, start, end), node.arg("step") or 1
             if len(inside) == 1 and step == 1:
                 self.atoms.unify(inside[0], there[dim])
             elif step == 1 and small.shape[dim] > 1:

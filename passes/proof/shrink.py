@@ -19,7 +19,7 @@ from ..capture.recognize_experts import PRODUCTS
 from ..capture.traced import Traced
 from ..graph import Graph, Node, Value, map_values, resolve
 from ..ops.op import op_of
-from ..ops.parts import part_of
+from ..ops.parts import comb_of, part_of
 from ..proof.choose_sizes import NotShrunk
 from ..proof.extents import MARGIN, Extents
 
@@ -35,7 +35,7 @@ class Shrinker:
     ) -> None:
         """counted: up to here, numbers that positions are compared with are counts."""
         self.extents, self.sizes, self.counted = extents, sizes, counted
-        self.compared: dict[int, int] = {}  # with positions, and what these became
+        self.compared: dict[int, int] = {}
 
     def graph(self, traced: Traced) -> Traced:
         """The captured model with small sizes. Raises NotShrunk where an op does not
@@ -97,7 +97,7 @@ class Shrinker:
             node.location,
         )
         if part_of(node) is not None:
-            return self._cut(node, new)
+            return new if comb_of(node) > 1 else self._cut(node, new)
         op = op_of(node)
         if op.shrunk is not None:
             return op.shrunk(self, node, new)
