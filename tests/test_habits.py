@@ -13,6 +13,7 @@ from cases import Case
 from models import Block, Stack, next_token_loss, randomize, token_batch
 from test_unseen import Binary
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 HEADS, SIZE, FFN, BATCH, SEQ = 4, 8, 96, 8, 16
 MESHES = ("pp=2,tp=2", "dp=2,tp=2")
@@ -89,6 +90,17 @@ def keys_of_no_sample(m: Block, x: Tensor) -> Tensor:
     return m.join(sdpa(q, place.expand(1, HEADS, SEQ, SIZE), v, is_causal=True) + k)
 
 
+def looked_up_in_a_vmap(m: Block, x: Tensor) -> Tensor:
+    """By indices of single elements, as Hugging Face makes masks."""
+    places = torch.arange(HEADS), torch.arange(SEQ), torch.arange(SEQ)
+    look: Body = lambda h, row, column: m.bias[h, row, column]  # noqa: E731
+    for dims in ((None, None, 0), (None, 0, None), (0, None, None)):
+        look = torch.vmap(look, dims)
+    with TransformGetItemToIndex():
+        bias = look(*places)
+    return m.join(sdpa(*m.heads(x), bias))
+
+
 def one_type_in_place(m: Block, x: Tensor) -> Tensor:
     y = F.gelu(x).type_as(x)
     y += 1
@@ -116,6 +128,7 @@ HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
         "five dims": five_dims,
         "keys of no sample": keys_of_no_sample,
         "causal beside a mask": causal_beside_a_mask,
+        "looked up in a vmap": looked_up_in_a_vmap,
     },
     "mlp": {
         "one type, in place": one_type_in_place,
@@ -153,6 +166,10 @@ def test_all_habits_in_one_model(mesh: str) -> None:
 
 def test_what_is_detached_within_a_vmap_has_no_gradient() -> None:
     case(partial(Written, "mlp", HABITS["mlp"]["vmap"])).verify("dp=2", 1)
+
+
+def test_what_is_looked_up_in_a_vmap_has_a_gradient() -> None:
+    case(partial(Written, "attention", looked_up_in_a_vmap)).verify("dp=2,tp=2", 1)
 
 
 def test_attention_may_be_causal_beside_a_mask() -> None:

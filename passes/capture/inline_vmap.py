@@ -14,6 +14,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 ENTERS, LEAVES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
+# x[i] by a sample's own index, in flex attention's mode, in which Hugging Face's masks
+# are made: a call of torch's own function.
+LOOK_UP = "torch._dynamo._trace_wrapped_higher_order_op.ModIndex"
 LOADS = "lazy_load_decompositions"  # of functorch, before a region; gives nothing
 
 
@@ -50,10 +53,14 @@ def plain_region(
     )
     made = [n for n in region if not set(n.users) <= inside]
     for node in region:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        within = isinstance(node.target, torch._ops.HigherOrderOperator)
+        if within and LOOK_UP not in node.args:
             raise NotImplementedError(f"{node.target} within")
+    functions = [v for v in reads if "val" not in v.meta]
+    reads = [v for v in reads if "val" in v.meta]
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {v: graph.placeholder(v.name) for v in reads}
+    copies |= {v: graph.node_copy(v) for v in functions}
     for node in region:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in made))
