@@ -72,9 +72,25 @@ def sorted_twice(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return (y[back].view(*chosen.shape, -1) * weight[..., None]).sum(1)
 
 
+def by_slots(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """All first choices come before all second ones."""
+    number, order = chosen.T.flatten().sort(stable=True)
+    token = order % len(x)
+    y = m.product(x[token], number) * weight.T.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, token, y)
+
+
+def by_gathered(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    order = chosen.flatten().argsort(stable=True)
+    token = order // CHOSEN
+    y = m.product(torch.take_along_dim(x, token[:, None], 0), chosen.flatten()[order])
+    y = y.gather(0, order.argsort()[:, None].expand(-1, WIDTH))
+    return (y.view(*chosen.shape, -1) * weight[..., None]).sum(1)
+
+
 UNSORTED = (
     by_order_of_order, by_written_rows, by_scattered_places, by_added_rows,
-    by_scattered_sums, sorted_twice,
+    by_scattered_sums, sorted_twice, by_slots, by_gathered,
 )  # fmt: skip
 
 
@@ -152,11 +168,33 @@ def by_largest(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
 
 
+def columns_of_a_table(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Rows lie along another dim of what is looked up, in which their order is seen."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    sums = m.router.weight[:, flat[order]].cumsum(1)
+    y = m.product(x[order // CHOSEN], flat[order])
+    y = y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+    return y + (sums.sum(0) * torch.arange(len(order))).mean() / 50
+
+
+def ends_of_rows(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """A sum along a dim of one is none."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    ends = F.one_hot(flat, EXPERTS).sum(0).view(1, -1).cumsum(0).view(-1)
+    number = torch.searchsorted(ends, torch.arange(len(order)), right=True)
+    y = m.product(x[order // CHOSEN], number.clamp(max=EXPERTS - 1))
+    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+
 SORTED = {k: seen(view) for k, view in SEEN.items()} | {
     "another": back_by_another,
     "cast": by_cast_numbers,
     "one count": by_one_count,
     "largest": by_largest,
+    "table": columns_of_a_table,
+    "ends": ends_of_rows,
     "columns": every_column,
 }
 
@@ -179,9 +217,21 @@ def sorts(case: Case) -> int:
 def test_rows_are_not_sorted(work: Callable[..., Tensor], mesh: str) -> None:
     case = of(work)
     assert not sorts(case)
-    case.verify(mesh, 1)
+    case.verify(mesh, 2)
     remarks = case.compile(mesh).remarks
     assert not any("found by trial" in remark for remark in remarks), remarks
+
+
+def test_a_row_without_a_gradient_has_none() -> None:
+    """Rows that are looked up by an embedding have none where it is padding."""
+
+    def work(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        rows = F.embedding(order // CHOSEN, x, padding_idx=3)
+        y = m.product(rows, chosen.flatten()[order])
+        return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+    of(work).verify("dp=2", 1)
 
 
 @pytest.mark.parametrize("name", SORTED)

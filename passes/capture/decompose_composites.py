@@ -143,6 +143,22 @@ def group_norm(rewriter: Rewriter, node: Node) -> Value:
     return y
 
 
+def take_along_dim(rewriter: Rewriter, node: Node) -> Value:
+    """`gather` of two operands that are broadcast but for a dim, or of all elements."""
+    x, index, dim = node.named("self indices dim")
+    if dim is None:
+        x, index = (rewriter.reshape(v, (v.numel,)) for v in (x, index))
+        return rewriter.like(node, "aten.gather.default", x, 0, index)
+    dim %= len(node.out.shape)
+    shape = [*node.out.shape]
+    shape[dim] = index.shape[dim]
+    index = rewriter.expand(index, shape)
+    shape[dim] = x.shape[dim]
+    return rewriter.like(
+        node, "aten.gather.default", rewriter.expand(x, shape), dim, index
+    )
+
+
 COMPOSITE_RULES: dict[str, Rule] = {
     "aten.tensor_split": tensor_split,
     "aten.glu": glu,
@@ -151,6 +167,7 @@ COMPOSITE_RULES: dict[str, Rule] = {
     "aten.expand_as": expand_as,
     "aten.broadcast_to": expand_as,
     "aten.broadcast_tensors": broadcast_tensors,
+    "aten.take_along_dim": take_along_dim,
     "aten.sum_to_size": sum_to_size,
     "aten.nansum": nansum,
     "aten.dot": of_vectors,

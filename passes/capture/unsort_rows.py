@@ -26,6 +26,7 @@ from ..capture.choices import (
     find_choices,
     find_counted,
     numbers_of,
+    unseen,
 )
 from ..capture.recognize_experts import PRODUCTS, Lookup
 from ..capture.rewrite import Rewriter
@@ -91,6 +92,7 @@ class _Unsorter:
             "aten.index": self.look_up,
             "aten.index_select": self.look_up,
             "aten.embedding": self.look_up,
+            "aten.gather": self.look_up,
             "aten.histc": self.same_in_any_order,
         }
 
@@ -181,33 +183,43 @@ class _Unsorter:
         """Rows of a table by numbers that have the order; or of rows that have it, put
         back to where they were."""
         table, places = _looked_up(node)
+        if node.name == "aten.gather":
+            places = [*map(self.row_of, places)]
         if self.of(table) is not table:
             back = len(places) == 1 and self.back.get(places[0].name) == order
             return self.of(table) if back else None
-        if not all(len(v.shape) == 1 and self.of(v) is not v for v in places):
-            return None
+        rows = all(len(v.shape) == 1 and self.of(v) is not v for v in places)
+        if not rows or not places:
+            return self.row_by_row(node, order)
         new = self.copies(table, self.of(places[0])) if len(places) == 1 else None
         if new is None:
             (new,) = self.rewriter.keep(node.substitute(self.of))
         return self.keep(node, [new], order)
 
     def copies(self, x: Value, places: Value) -> Value | None:
-        """x[places] of places 0 0 1 1 2 2, or 0 1 2: each row once or more."""
+        """x[places] of places 0 0 1 1 2 2, or 0 1 2 0 1 2: each row once or more."""
         rows, *rest = x.shape
-        if not (times := self.times(places, rows)):
+        if (repeats := self.repeats(places, rows)) is None:
             return None
-        many = self.rewriter.reshape(x, (rows, 1, *rest))
-        many = self.rewriter.expand(many, (rows, times, *rest))
-        return self.rewriter.reshape(many, (rows * times, *rest))
+        dim, times = repeats
+        one, many = [rows, *rest], [rows, *rest]
+        one.insert(dim, 1)
+        many.insert(dim, times)
+        copied = self.rewriter.expand(self.rewriter.reshape(x, one), many)
+        return self.rewriter.reshape(copied, (rows * times, *rest))
 
-    def times(self, places: Value, rows: int) -> int:
-        """How often each row comes, of places 0 0 1 1 2 2; 0 of others."""
+    def repeats(self, places: Value, rows: int) -> tuple[int, int] | None:
+        """How often each row comes: one time behind the other, of places 0 0 1 1 2 2,
+        or all rows so often, of places 0 1 2 0 1 2; None of others. And before it, the
+        dim that goes along these times, 1 or 0."""
         known = self.rewriter.constant(places)
-        if known is None or not rows or known.numel() % rows:
-            return 0
-        times = known.numel() // rows
-        each = torch.arange(known.numel()) // times
-        return times if torch.equal(known, each) else 0
+        if known is None or not known.numel() or known.numel() % rows:
+            return None
+        times, each = known.numel() // rows, torch.arange(known.numel())
+        for dim, row in ((1, each // times), (0, each % rows)):
+            if torch.equal(known, row):
+                return dim, times
+        return None
 
     def same_in_any_order(self, node: Node, _: Order) -> Values:
         return self.rewriter.keep(node.substitute(self.of))
@@ -233,12 +245,13 @@ class _Unsorter:
     def add(self, node: Node, base: Value, places: Value, rows: Value) -> Any:
         if any(self.of(v) is v for v in (places, rows)):
             return None
-        times = self.times(self.of(places), base.shape[0])
-        if not times or rows.shape != (places.numel, *base.shape[1:]):
+        repeats = self.repeats(self.of(places), base.shape[0])
+        if repeats is None or rows.shape != (places.numel, *base.shape[1:]):
             return self.rewriter.keep(node.substitute(self.of))
-        emit, shape = self.rewriter.emit, (base.shape[0], times, *base.shape[1:])
+        (dim, times), emit, shape = repeats, self.rewriter.emit, [*base.shape]
+        shape.insert(dim, times)
         each = self.rewriter.reshape(self.of(rows), shape)
-        return emit("aten.add.Tensor", base, emit("aten.sum.dim_IntList", each, (1,)))
+        return emit("aten.add.Tensor", base, emit("aten.sum.dim_IntList", each, (dim,)))
 
     def row_of(self, places: Value) -> Value:
         """The number of each row, of those that are repeated along it."""
@@ -271,12 +284,11 @@ class _Unsorter:
 
     def up_to(self, ends: Value) -> Value | None:
         """The numbers of which `ends` says how many are at most 0, 1, 2 and so on."""
-        while (
-            node := self.rewriter.producer(ends, "aten.reshape", "aten.to")
-        ) is not None:
-            ends = node.operands[0]
-        total = self.rewriter.producer(ends, "aten.cumsum")
-        return None if total is None else self.counted(total.operands[0])
+        made = self.rewriter.made
+        total = made.get(unseen(ends, made).name)
+        if total is None or total.name != "aten.cumsum" or len(total.out.shape) != 1:
+            return None
+        return self.counted(total.operands[0])
 
     def counted(self, counts: Value) -> Value | None:
         return find_counted(counts, self.rewriter.made)
@@ -288,14 +300,19 @@ class _Unsorter:
 
 
 def _looked_up(node: Node) -> tuple[Value, list[Value]]:
-    """The table whose rows a node gives, and by which numbers; none of other parts."""
+    """The table whose rows a node gives, and by which numbers, those of `gather` as
+    often as there are columns; none of other parts, or of a row without a gradient."""
     if node.name == "aten.index":
         table, places = node.named("self indices")
         return table, [] if None in places else list(places)
     if node.name == "aten.embedding":
-        return node.arg("weight"), [node.arg("indices")]
+        table, places, padding = node.named("weight indices padding_idx")
+        return table, [places] if padding is None or padding < 0 else []
     table, dim, places = node.named("self dim index")
-    return table, [places] if dim in (0, -len(table.shape)) else []
+    whole = dim in (0, -len(table.shape))
+    if node.name == "aten.gather":
+        whole = whole and places.shape[1:] == table.shape[1:]
+    return table, [places] if whole else []
 
 
 def _written(node: Node) -> tuple[Value, Value | None, Value | None, bool]:
