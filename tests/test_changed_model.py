@@ -176,3 +176,23 @@ def test_a_module_that_computes_otherwise_is_refused(change, says) -> None:
     change(model)
     with pytest.raises(AutoparError, match=says):
         step(**X)
+
+
+class Sparse(Pruned):
+    """With a sparse table that sampling alone may read, as Whisper's heads."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.read = read
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.heads.to_dense() if self.read else x)
+
+
+def test_a_sparse_buffer_is_no_matter_where_forward_does_not_read_it() -> None:
+    model = Sparse(read=False)
+    step = autopar.compile(model, "", example_inputs=X)
+    torch.testing.assert_close(step(**X), model(**X))
+    with pytest.raises(AutoparError, match="forward reads 'heads', which is a sparse"):
+        autopar.compile(Sparse(read=True), "", example_inputs=X)

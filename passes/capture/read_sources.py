@@ -30,6 +30,13 @@ def read_sources(
     names = _Names(exported, model, iter(fields))
     for node in exported.graph.find_nodes(op="placeholder"):
         kind, name = names.of(node, reader)
+        if _is_sparse(node):
+            if not node.users:
+                continue
+            raise CaptureError(
+                f"forward reads '{name}', which is a sparse tensor",
+                fix="keep it whole: buffer.to_dense()",
+            )
         if (kind, name) in known:  # what is tied or shared may come in twice
             reader.values[node] = known[kind, name]
             continue
@@ -39,6 +46,11 @@ def read_sources(
             path = names.of_constants[node.name]
             literals[name] = exported.constants[path].cpu()
     return sources, literals
+
+
+def _is_sparse(node: torch.fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
 class _Names:

@@ -96,7 +96,10 @@ class Originals:
         self, model: nn.Module, program: Program, coords: Mapping[str, int]
     ) -> None:
         self._model, self._program, self._coords = ref(model), program, coords
-        self._known = {name: Known.of(x) for name, x in _tensors(model).items()}
+        specs = (*program.parameters.values(), *program.buffers.values())
+        held = {spec.part.source for spec in specs}
+        tensors = _tensors(model).items()
+        self._known = {name: Known.of(x) for name, x in tensors if name in held}
         self._hooks = _hooks_on_forward(model)
 
     def check(
