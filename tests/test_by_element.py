@@ -72,6 +72,63 @@ class Locked(Averaged):
         self.made_by = (i for i in range(1))
 
 
+class Clipped(torch.optim.Optimizer):
+    """Clips a parameter's gradient where it is larger than those before, as those do
+    that clip updates by their root mean square."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    norm, state = p.grad.norm(), self.state[p]
+                    most = state.setdefault("most", norm)
+                    p.sub_(p.grad * (most / norm).clamp(max=1), alpha=group["lr"])
+                    most.lerp_(norm, 0.01)
+
+
+class Later(Scaled):
+    """Looks at whole parameters after steps by element."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params)
+        self.made, self.start_after = 0, 25
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.made += 1
+        if self.made > self.start_after:
+            return super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+class Adapted(torch.optim.Optimizer):
+    """Finds its own rate by how far all parameters went along their gradients, of which
+    `lr` is a factor, as D-Adaptation does."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-4})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            rate, along, size = group["d"] * group["lr"], 0.0, 0.0
+            for p in group["params"]:
+                if p.grad is not None:
+                    sums = self.state[p].setdefault("sums", torch.zeros_like(p))
+                    along += rate * float((sums * p.grad).sum())
+                    sums.add_(p.grad, alpha=rate)
+                    size += float(sums.abs().sum())
+                    p.sub_(p.grad.sign(), alpha=rate)
+            group["d"] = max(group["d"], along / size)
+
+
 def derived(kind: Any) -> Any:
     """A class that is not in the table, and so is tried."""
     return type(kind.__name__, (kind,), {})
@@ -82,6 +139,9 @@ TRIED = {
     "Averaged": (Averaged, Reach.ELEMENT),
     "Outer": (Outer, Reach.ELEMENT),
     "Outer of Scaled": (lambda ps: Outer(ps, Scaled), Reach.PARAMETER),
+    "Clipped": (Clipped, Reach.PARAMETER),
+    "Later": (Later, Reach.PARAMETER),
+    "Adapted": (Adapted, Reach.MODEL),
     "Adafactor": (derived(torch.optim.Adafactor), Reach.PARAMETER),
     "AdamW": (derived(torch.optim.AdamW), Reach.ELEMENT),
 }

@@ -26,7 +26,9 @@ Kind = TypeVar("Kind", bound=type[Optimizer])
 # the paper of Adafactor, Shazeer 2018), and not multiples of a power of two.
 SHAPES = {1: (518,), 2: (140, 134)}
 LARGER = 22  # the extent of a dim of what has three or more
-STEPS = 3
+STEPS = 12
+LATEST = 100  # what an option may begin after this number of steps is waited for
+RATES = 1e-2, 1.0  # the least and the largest that is tried
 APART = 1e-3  # of the largest update: more than rounding, less than another formula
 
 
@@ -143,28 +145,32 @@ class _Trial:
         shape = SHAPES.get(like.ndim) or [LARGER - i for i in range(like.ndim)]
         dtype = torch.promote_types(like.dtype, torch.float32)
         drawn = torch.Generator().manual_seed(0)
-        # Where each element begins, where it is drawn to, and how strongly.
-        self.start, self.target, self.slope = (
-            torch.randn(*shape, generator=drawn).to(like.device, dtype)
-            for _ in range(3)
-        )
-        self.slope = self.slope.abs() + 0.1
+        start, slope, always = (torch.randn(*shape, generator=drawn) for _ in range(3))
+        # Where each element begins, how its gradient grows with it, and what is added
+        # in all steps and in each: sums at right angles to the parameter, which grow
+        # and shrink by rows, columns and steps, as what clips them waits for.
+        once = [_uneven(shape, drawn) for _ in range(STEPS)]
+        rows = (start, slope.abs() / 10, always, *once)
+        self.whole = tuple(x.to(like.device, dtype) for x in rows)
+        options = [*group.values(), *vars(optimizer).values()]
+        awaited = [n for n in options if type(n) is int and n <= LATEST]
+        self.steps = STEPS + max([0, *awaited])
 
     def run(self) -> None:
-        self.train((self.start, self.target, self.slope))
+        self.train(self.whole)
 
     def reach(self) -> Reach:
-        whole = (self.start, self.target, self.slope)
+        whole, start = self.whole, self.whole[0]
         other = tuple(x.flip(0) * 1.5 for x in whole)
         [alone], [beside] = self.train(whole), self.train(other)
-        update = float((alone - self.start).abs().max())
+        update = float((alone - start).abs().max())
         if not 0 < update < float("inf"):
             raise Undecided(f"it changes parameters by {update}")
         limit = APART * update
         together = torch.stack(self.train(whole, other))
         if bool(((together - torch.stack([alone, beside])).abs() > limit).any()):
             return Reach.MODEL
-        for dim, extent in enumerate(self.start.shape):
+        for dim, extent in enumerate(start.shape):
             parts = [x.tensor_split([extent // 3], dim) for x in whole]
             halves = [self.train(part)[0] for part in zip(*parts, strict=True)]
             if bool(((torch.cat(halves, dim) - alone).abs() > limit).any()):
@@ -172,23 +178,23 @@ class _Trial:
         return Reach.ELEMENT
 
     def train(self, *rows: tuple[Tensor, ...]) -> list[Tensor]:
-        """Parameters after some steps of a fresh copy of the optimizer: each element of
-        each is drawn to its target, whatever the others do."""
-        trained = [nn.Parameter(start.clone()) for start, _, _ in rows]
+        """Parameters after some steps of a fresh copy of the optimizer, in which no
+        element's gradient knows of another."""
+        trained = [nn.Parameter(start.clone()) for start, *_ in rows]
         optimizer = self.copy(trained)
 
         def closure() -> Tensor:
-            loss = torch.zeros((), device=self.start.device)
-            for p, (_, target, slope) in zip(trained, rows, strict=True):
-                away = p.detach() - target
-                p.grad = slope * away
-                loss = loss + (slope * away * away).sum() / 2
+            loss = torch.zeros((), device=rows[0][0].device)
+            for p, (_, slope, always, *once) in zip(trained, rows, strict=True):
+                at, added = p.detach(), always + once[i % STEPS]
+                p.grad = slope * at + added
+                loss = loss + ((slope * at / 2 + added) * at).sum()
             return loss
 
         step = type(optimizer).step
         asked = inspect.signature(step).parameters.get("closure")
         closures = [closure] if asked and asked.default is asked.empty else []
-        for _ in range(STEPS):
+        for i in range(self.steps):  # noqa: B007  the closure reads it
             closure()
             step(optimizer, *closures)
         return [p.detach() for p in trained]
@@ -204,9 +210,10 @@ class _Trial:
             for k, v in self.group.items()
             if k not in ("params", "param_names")
         }
-        rate = options.get("lr")
-        if rate is not None:  # a schedule may begin with 0
-            options["lr"] = torch.full_like(rate, 1e-2) if _is_tensor(rate) else 1e-2
+        if (rate := options.get("lr")) is not None:
+            given = float(options.get("initial_lr", rate))  # a schedule begins with 0
+            tried = min(max(given, RATES[0]), RATES[1])
+            options["lr"] = torch.full_like(rate, tried) if _is_tensor(rate) else tried
         known: dict[int, Any] = {
             id(p): trained[0] for group in source.param_groups for p in group["params"]
         }
@@ -221,6 +228,16 @@ class _Trial:
         made: Optimizer = object.__new__(type(source))
         made.__dict__.update(attributes)
         return made
+
+
+def _uneven(shape: Sequence[int], drawn: torch.Generator) -> Tensor:
+    """Numbers of which some rows, some columns ..., or all, are drawn to be large."""
+    numbers = torch.randn(*shape, generator=drawn)
+    numbers *= torch.randn((), generator=drawn).exp()
+    for dim, extent in enumerate(shape):
+        sizes = torch.randn(extent, generator=drawn).exp()
+        numbers = (numbers.movedim(dim, -1) * sizes).movedim(-1, dim)
+    return numbers
 
 
 def _is_tensor(value: object) -> bool:
