@@ -211,8 +211,8 @@ class _Trial:
             if k not in ("params", "param_names")
         }
         if (rate := options.get("lr")) is not None:
-            given = float(options.get("initial_lr", rate))  # a schedule begins with 0
-            tried = min(max(given, RATES[0]), RATES[1])
+            first = float(options.get("initial_lr", rate))  # a schedule begins with 0
+            tried = min(max(first, RATES[0]), RATES[1])
             options["lr"] = torch.full_like(rate, tried) if _is_tensor(rate) else tried
         known: dict[int, Any] = {
             id(p): trained[0] for group in source.param_groups for p in group["params"]
