@@ -1,11 +1,12 @@
-"""Random ways to sort rows by their experts: what is put back is done where it was."""
+"""Random ways to sort rows by their experts: what is put back is done where it was, and
+what is not is right or refused."""
 
 from __future__ import annotations
 
 import pytest
 from draw_sorted_rows import draw, outcome
 
-MORE = 150
+MORE = 300
 
 
 @pytest.mark.parametrize("seed", range(2))

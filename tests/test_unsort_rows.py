@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import trace
+from autopar.passes.errors import CaptureError
 from autopar.passes.ops.experts import PRODUCT
 from autopar.passes.pipeline import compile_program
 from autopar.proof.small import make_small
@@ -112,6 +113,43 @@ SEEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Of scores and token ids, two numbers a row, which are known to be below 4.
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "hash": lambda scores, ids: ids[:, None] * torch.arange(1, 3) % EXPERTS,
+    "stacked": lambda scores, ids: torch.stack(
+        [scores.argmax(-1), scores.roll(1, -1).argmax(-1)], 1
+    ),
+    "repeated": lambda scores, ids: scores.argmax(-1).repeat_interleave(CHOSEN),
+    "expanded": lambda scores, ids: scores.argmax(-1)[:, None].expand(-1, CHOSEN),
+    "sorted": lambda scores, ids: scores.topk(CHOSEN)[1].sort(-1)[0],
+    "gathered": lambda scores, ids: scores.topk(3)[1].gather(1, scores.topk(2)[1] % 3),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_counted_however_they_were_chosen(name: str) -> None:
+    def work(m: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, float]:
+        flat = NUMBERS[name](m.router(x), ids).flatten()
+        order = flat.argsort(stable=True)
+        pieces = x[order // CHOSEN].split(flat.bincount(minlength=EXPERTS).tolist())
+        y = torch.cat([f(p) for f, p in zip(m.experts, pieces, strict=True)])
+        return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1), 0.0
+
+    torch.manual_seed(0)
+    case = Case(Model(work), token_batch(4, 8)).double()
+    assert sorts(case) == (name == "sorted")  # its own
+    case.verify("ep=2", 2)
+
+
+def test_numbers_that_may_be_any_are_not_counted() -> None:
+    def work(m: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, float]:
+        return x * m.table[ids].flatten().bincount(minlength=EXPERTS).max(), 0.0
+
+    case = Case(Model(work), token_batch(4, 8))
+    with pytest.raises(CaptureError, match=r"bincount(?s:.*)fix .*F\.one_hot"):
+        case.trace()
+
+
 def seen(view: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def work(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         flat = chosen.flatten()
@@ -200,8 +238,8 @@ SORTED = {k: seen(view) for k, view in SEEN.items()} | {
 
 
 def of(work: Callable[..., Tensor]) -> Case:
-    def chosen(m: Any, x: Tensor) -> Tensor:
-        return work(m, x, *m.router(x).softmax(-1).topk(CHOSEN, dim=-1))
+    def chosen(m: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, float]:
+        return work(m, x, *m.router(x).softmax(-1).topk(CHOSEN, dim=-1)), 0.0
 
     torch.manual_seed(0)
     return Case(Model(chosen), token_batch(4, 8)).double()

@@ -27,6 +27,7 @@ Parts = tuple[Part, ...]  # the outermost first
 NUMBERS = -1  # the stride of the dim of a mask that has one for each number
 REPEATED = "aten.repeat_interleave.self_Tensor"
 LOSSY = (torch.bool, torch.float16, torch.bfloat16)  # which not all numbers survive
+TAKEN = ("aten.gather", "aten.index", "aten.index_select")  # some of the operand
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 
 
@@ -111,12 +112,17 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if is_index and largest:
         dim = node.arg("dim")
         return None if dim is None or not x.shape else x.shape[dim]
+    if node.name == "aten.remainder" and not x.dtype.is_floating_point:
+        most = node.arg("other")
+        return most if type(most) is int and most > 0 else None
     if node.op == REPEATED:
         return x.numel if counting_dim(x, made) == 0 else None
     if node.name in ("aten.cat", "aten.stack"):
         each = [numbers_of(v, made) for v in node.operands]
         return None if None in each else max(n for n in each if n)
-    if kind.elements in KEPT or kind.view in ("shape", "order", "part"):
+    shows = kind.view in ("shape", "order", "part", "copies") or node.name in TAKEN
+    sorts = kind.rule is topmost and choices == node.outs[0]
+    if kind.elements in KEPT or shows or sorts:
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
 

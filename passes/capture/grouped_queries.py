@@ -25,8 +25,10 @@ def without_copies(rewriter: Rewriter, k: Value, v: Value) -> tuple[Value, Value
 def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
     """So often in a row along a dim -> an expand, as other models write it."""
     x, times, dim = node.named("self repeats dim")
-    if dim is None or not isinstance(times, int):
+    if not isinstance(times, int):
         return None
+    if dim is None:
+        x, dim = rewriter.reshape(x, (x.numel,)), 0
     after = dim % len(x.shape) + 1
     before, rest = x.shape[:after], x.shape[after:]
     apart = rewriter.reshape(x, (*before, 1, *rest))

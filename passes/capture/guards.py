@@ -253,6 +253,8 @@ class Guards:
         """Its result, or of a number of rows what can be asked about it."""
         x = _first(args, kwargs)
         if not isinstance(x, Tensor):
+            if isinstance(x, list | tuple):
+                self.present.note(func, args, kwargs, result)
             return result
         sized = func in (Tensor.numel, Tensor.size) or func == SHAPE
         if sized and not has_shape(x) and asked_by_user():

@@ -39,6 +39,16 @@ TURNED = (
     *(Tensor.int, Tensor.T.__get__, Tensor.mT.__get__),
 )
 
+# Some of the numbers, or all again; those of several; and what is left of others.
+TAKEN = (
+    *(torch.gather, torch.index_select, torch.take_along_dim, torch.flip, torch.roll),
+    *(Tensor.gather, Tensor.index_select, Tensor.take_along_dim, Tensor.flip),
+    *(Tensor.roll, Tensor.repeat, Tensor.expand),
+)
+REPEATED = (torch.repeat_interleave, Tensor.repeat_interleave)
+JOINED = (torch.stack, torch.cat, torch.concat, torch.concatenate)
+REMAINDERS = (torch.remainder, Tensor.remainder, Tensor.__mod__)
+
 # What gives places along a dim, and which argument that is.
 TOPK = (torch.topk, Tensor.topk)
 SORTS = (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
@@ -102,6 +112,8 @@ class Present:
         """Notes a result that is such rows, or one known number, or of which something
         is known."""
         x, *others = args or (kwargs.get("input"),)
+        if isinstance(result, Tensor) and (most := self._limit(func, x, others)):
+            self._note_below(result, most)
         if func in PLACES:
             self._note_places(func, x, others, kwargs, result)
         elif func in NONZERO and not (func is torch.where and others):
@@ -115,13 +127,28 @@ class Present:
             same = number == others[0] if func in EQUAL else number
             if type(same) in (bool, int) and math.prod(_shape(result)) == 1:
                 self._numbers[id(result)] = result, same
-        elif func not in EQUAL and (most := self.below(x)):
-            self._below[id(result)] = result, most, result._version
 
     def below(self, x: Any) -> int:
         """A number that all integers of a tensor are below; 0 of others."""
         _, most, written = self._below.get(id(x), (x, 0, 0))
         return most if most and x._version == written else 0
+
+    def _limit(self, func: Any, x: Any, others: Sequence[Any]) -> int:
+        """A number that all integers which a call gives are below; 0 if none is
+        known."""
+        if func in (*SEEN, *TURNED, INDEX, *TAKEN) or (func in REPEATED and others):
+            return self.below(x)
+        if func in JOINED and isinstance(x, list | tuple) and x:
+            each = [self.below(part) for part in x]
+            return max(each) if all(each) else 0
+        integers = isinstance(x, Tensor) and not x.dtype.is_floating_point
+        if func in REMAINDERS and integers and others and type(others[0]) is int:
+            return others[0] if 0 < others[0] <= MANY else 0
+        return 0
+
+    def _note_below(self, x: Tensor, most: int) -> None:
+        if x.is_meta or is_unknown(x):
+            self._below[id(x)] = x, most, x._version
 
     def _note_places(
         self,
@@ -136,8 +163,9 @@ class Present:
         shape = _shape(x)
         if type(dim) is int and shape:
             places = result if isinstance(result, Tensor) else result.indices
-            if places.is_meta or is_unknown(places):
-                self._below[id(places)] = places, shape[dim], places._version
+            self._note_below(places, shape[dim])
+        if not isinstance(result, Tensor) and (most := self.below(x)):
+            self._note_below(result[0], most)
 
     def _note_rows(self, flags: Tensor, result: Any) -> None:
         count = _shape(flags)

@@ -64,6 +64,10 @@ CLASSES = (
     "are n or more, whose rows are to be 0, F.one_hot(x.clamp(max=n), n + 1)[..., :n]"
 )
 
+COUNTED = (
+    "say how many there are, by a number of Python: F.one_hot(x.flatten(), n).sum(0)"
+)
+
 OF_EXPERTS = (
     "go over all experts, and do not ask which or how many rows chose one, as no rows "
     "add nothing: for e in range(experts): rows, place = torch.where(chosen == e); "
@@ -112,6 +116,13 @@ class Read:
                 "the shapes of a program are fixed",
                 source=source or self.source,
                 fix=CLASSES,
+            )
+        if self.name == "bincount":
+            return CaptureError(
+                "how many numbers bincount counts depends on the values of tensors, "
+                "but the shapes of a program are fixed",
+                source=source or self.source,
+                fix=COUNTED,
             )
         spoken = SPOKEN.get(self.name, f".{self.name}()")
         at = "" if source in ("", self.source) else f" ({self.source})"
