@@ -117,6 +117,56 @@ def test_any_optimizer_with_state_by_element(tmp_path):
         assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
 
 
+class Around(torch.optim.Optimizer):
+    """Has another optimizer, as those that look ahead or perturb weights have."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None) -> None:
+        self.base.step()
+
+
+class Aside(torch.optim.SGD):
+    """Keeps momenta in a table of its own."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, lr=0.1)
+        self.momenta = {p: torch.zeros_like(p) for p in self.param_groups[0]["params"]}
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps an average, which its state dict has."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "average": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            Around,
+            r"keeps base .*\n.*fix  give that one: step\.save\(folder, optimizer\.b",
+        ),
+        (Aside, r"keeps momenta beside .*\n.* in optimizer\.state\[p\]"),
+        (Averaging, r"keeps average beside"),
+    ],
+)
+def test_what_an_optimizer_keeps_elsewhere_is_not_left_out(make, text, tmp_path):
+    step = one()
+    update = make(step.parameters())
+    step(**build().batch)
+    update.step()
+    with pytest.raises(AutoparError, match=text):
+        step.save(tmp_path, update)
+    assert not list(tmp_path.glob("step-*"))
+    if make is Around:
+        step.save(tmp_path, update.base)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_changes_nothing(saved):
     step = one(plain_gpt, layers=2, vocab=90)

@@ -44,8 +44,10 @@ def local_groups(
 
     cut: the parameters that ranks have parts of. whole: what gathers them for each
     update. Raises: CheckpointError for a parameter that is none of the step's, or state
-    that is neither of its parameter's shape nor a number, nor alike on all ranks.
+    that is neither of its parameter's shape nor a number, nor alike on all ranks, or is
+    kept elsewhere.
     """
+    _check_kept(optimizer)
     by_id = {id(p): name for name, p in parameters.items()}
     groups = []
     for group in optimizer.param_groups:
@@ -199,6 +201,28 @@ def set_state(
                 numbers[i] = dict(state[name])
         groups.append({**group.options, "params": list(here)})
     optimizer.load_state_dict({"state": numbers, "param_groups": groups})
+
+
+def _check_kept(optimizer: Optimizer) -> None:
+    """Raises CheckpointError for what an optimizer keeps of parameters beside `state`,
+    as one around another does."""
+    own = vars(optimizer)
+    inner = [k for k, v in own.items() if isinstance(v, Optimizer)]
+    kept, fix = [k for k in inner if own[k].state is not optimizer.state], ""
+    if kept:
+        fix = f"give that one: step.save(folder, optimizer.{kept[0]}); and "
+    else:
+        kept = [k for k in optimizer.state_dict() if k not in ("state", "param_groups")]
+        for name, table in own.items():
+            if isinstance(table, dict) and table is not optimizer.state:
+                kept += [name] if any(map(torch.is_tensor, table)) else []
+    if kept:
+        path = f"optimizer.{kept[0]}" if fix else "optimizer"
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {', '.join(kept)} beside its state, "
+            "which a checkpoint would be without",
+            fix=f"{fix}keep what else belongs to a parameter in {path}.state[p]",
+        )
 
 
 def _check_state(
