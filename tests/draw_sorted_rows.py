@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,7 @@ class Draw:
 
 
 def _function(text: str) -> Work:
-    name = f"<{hash(text)}>"
+    name = f"drawn_{crc32(text.encode())}.py"
     lines = "\n    ".join(text.splitlines())
     source = f"def work(m, x, ids):\n    {lines}\n"
     linecache.cache[name] = len(source), None, source.splitlines(True), name

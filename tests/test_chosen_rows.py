@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +143,13 @@ def test_one_number_that_is_0_or_less_says_nothing_of_others(add: Any) -> None:
     one = case(of_all, add)
     with pytest.raises(CaptureError, match=r"by if, while or bool\(\)(?s:.*)\n  fix "):
         trace(one.model, one.batch)
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "<python-input-3>"])
+def test_a_model_may_be_typed_in(file: str) -> None:
+    names = dict(vars(sys.modules[if_any.__module__]))
+    exec(compile(inspect.getsource(if_any), file, "exec"), names)
+    case(of_all, names["if_any"]).verify("dp=2", 1)
 
 
 @pytest.mark.slow

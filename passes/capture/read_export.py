@@ -18,7 +18,7 @@ from ..capture.choose_rows import ChosenRows
 from ..capture.guards import MARK
 from ..capture.inline_vmap import plain_region, regions
 from ..capture.other_names import usual_op
-from ..capture.user_frames import TORCH
+from ..capture.user_frames import is_written
 from ..capture.values_read import UNKNOWN, Read, Unknown, refuse_unknown
 from ..errors import CaptureError
 from ..graph import Location, Node, Value, map_values, values_in
@@ -253,7 +253,7 @@ class ExportReader:
         path = list(stack.values())[-1][0] if stack else ""
         module = path.removeprefix("model").removeprefix(".")
         frames = FRAME.findall(node.meta.get("stack_trace") or "")
-        outside = [f for f in frames if not f[0].startswith((TORCH, "<"))]
+        outside = [f for f in frames if is_written(f[0])]
         # Our own wrapper is the outermost frame of every node.
         file, line = outside[-1] if len(outside) > 1 else ("", "")
         source = f"{os.path.basename(file)}:{line}" if file else self.elsewhere

@@ -16,11 +16,19 @@ PASSES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OURS = os.path.dirname(PASSES) + os.sep
 # Methods of tensors that Python has, and what hands calls of them to modes.
 HANDS_ON = (OURS, f"{TORCH}_tensor.py", f"{TORCH}overrides.py")
+# Of what is typed in, by a shell of Python, of IPython, or `python -c`; all else that
+# is in brackets is made by programs.
+TYPED = ("<stdin>", "<string>", "<console>", "<python-input", "<ipython-input")
 
 
 def is_users(file: str) -> bool:
     """Whether code of a file may be what a user wrote."""
-    return not file.startswith((TORCH, OURS, "<"))
+    return is_written(file) and not file.startswith(OURS)
+
+
+def is_written(file: str) -> bool:
+    """Whether code of a file is a user's or this project's own."""
+    return file.startswith(TYPED) or not file.startswith((TORCH, "<"))
 
 
 def asked_by_user(*also: str) -> bool:
