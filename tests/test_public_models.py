@@ -153,6 +153,27 @@ class Packed(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class FromOthers(nn.Module):
+    """Each layer adds what the first reads, by a number of its own; the last leaves out
+    what a certain one gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+        self.shares, self.middle = nn.Parameter(torch.zeros(12)), 3
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = first = self.tokens(ids)
+        given = []
+        for i, layer in enumerate(self.layers):
+            x = x + self.shares[i] * first
+            x = x + layer(x)
+            given.append(x)
+        logits = self.head(x - 0.2 * given[self.middle])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class Rotated(nn.Module):
     """Of each row the last part is rotated, as complex numbers of where it lies."""
 
@@ -186,7 +207,9 @@ def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
 
 
-@pytest.mark.parametrize("made", [WithGaps, ByNumber, Convolved, Packed, Rotated])
+@pytest.mark.parametrize(
+    "made", [WithGaps, ByNumber, Convolved, Packed, FromOthers, Rotated]
+)
 def test_what_is_large_is_proved_small(
     made: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

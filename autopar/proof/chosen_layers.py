@@ -23,24 +23,24 @@ KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the 
 def with_few_layers(
     model: nn.Module,
     program: Program,
+    few: ChosenLayers,
     capture: Callable[[], Result],
     whole: Callable[[], Result],
 ) -> tuple[ChosenLayers, Result]:
-    """What `capture` gives of a model with only the layers that are chosen, and these;
-    what `whole` does of the model as it is, if none is left out, or if it does not run
-    with few: a forward may count on how many there are."""
-    few = find_chosen_layers(model, program)
+    """What `capture` gives of a model with only a few layers, and these; what `whole`
+    does of the model as it is, if none is left out, or if it does not run with few: a
+    forward may count on how many there are."""
     layers = [*model.get_submodule(few.path).children()] if few.path else []
     if len(few.order) < len(layers):
         with suppress(CaptureError), only_layers(model, few.path, few.order):
             return few, capture()
-        few = _whole(program)
+        few = all_layers(program)
     return few, whole()
 
 
 def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
     """Which layers and stages of a program are enough to prove it."""
-    plan, whole = program.plan, _whole(program)
+    plan, whole = program.plan, all_layers(program)
     path = find_list(model, lambda layers: len(layers) > 1)
     if not path:
         return whole
@@ -66,7 +66,8 @@ def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
     return few if alike else whole
 
 
-def _whole(program: Program) -> ChosenLayers:
+def all_layers(program: Program) -> ChosenLayers:
+    """None is left out."""
     return ChosenLayers("", tuple(range(len(program.stages))), ())
 
 

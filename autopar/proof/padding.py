@@ -31,7 +31,7 @@ from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import choose_sizes
 from autopar.passes.proof.extents import find_extents
 from autopar.passes.proof.shrink import Shrinker
-from autopar.proof.chosen_layers import with_few_layers
+from autopar.proof.chosen_layers import find_chosen_layers, with_few_layers
 from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.interpret import run_graph
 from autopar.proof.values import real_values, values_of_buffers
@@ -87,7 +87,8 @@ def find_fills(
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
         return captured, {name: x.cpu() for name, x in real_values(model).items()}
 
-    _, (captured, like) = with_few_layers(model, program, capture, capture)
+    few = find_chosen_layers(model, program)
+    _, (captured, like) = with_few_layers(model, program, few, capture, capture)
     (short, _), (longer, held) = (_small(traced, like) for traced in captured)
     if longer.graph.params != short.graph.params:
         raise BatchError("what it computes with depends on the batch's shape", fix=FIX)

@@ -23,7 +23,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import TIME
 from autopar.passes.program import Program
 from autopar.passes.proof.same_specs import find_other_spec
-from autopar.passes.proof.shrink_plan import StageLayers, layer_number
+from autopar.passes.proof.shrink_plan import ChosenLayers, StageLayers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.passes.proof_record import SMALL, WHOLE, Proof
 from autopar.progress import tell
@@ -34,6 +34,7 @@ from autopar.proof.beside_model import (
     Untouched,
     run_beside_model,
 )
+from autopar.proof.chosen_layers import all_layers, find_chosen_layers
 from autopar.proof.differences import result_of_model
 from autopar.proof.expected import Expected
 from autopar.proof.full_size import check_full_size
@@ -103,17 +104,22 @@ def _prove(claim: Claim) -> Proof:
     mesh = claim.program.mesh
     if flops <= LITTLE and count <= MANY and mesh.size <= RANKS:
         return _prove_whole(claim)
-    try:
-        return _prove_small(claim)
-    except VerificationFailed:
-        raise
-    except AutoparError as error:
-        if flops > MUCH or count * mesh.sample_ranks > HELD:
-            raise NotProved(
-                f"the plan could not be proved: {error.message}",
-                source=error.source,
-                fix=WITHOUT,
-            ) from error
+    few = find_chosen_layers(claim.untouched.model, claim.program)
+    # Where what a certain layer gives is read elsewhere, none may be left out.
+    every = all_layers(claim.program)
+    for layers in (few, every) if few.path else (every,):
+        try:
+            return _prove_small(claim, layers)
+        except VerificationFailed:
+            raise
+        except AutoparError as error:
+            problem = error
+    if flops > MUCH or count * mesh.sample_ranks > HELD:
+        raise NotProved(
+            f"the plan could not be proved: {problem.message}",
+            source=problem.source,
+            fix=WITHOUT,
+        ) from problem
     return _prove_whole(claim)
 
 
@@ -122,18 +128,23 @@ def _prove_whole(claim: Claim) -> Proof:
     return _proof(WHOLE, runnable, claim)
 
 
-def _prove_small(claim: Claim) -> Proof:
+def _prove_small(claim: Claim, layers: ChosenLayers) -> Proof:
     program, untouched = claim.program, claim.untouched
     tell("proof: compiling it with small sizes")
     small = make_small(
-        program, untouched.model, untouched.batch, untouched.loss_fn, claim.traced
+        program,
+        untouched.model,
+        untouched.batch,
+        untouched.loss_fn,
+        claim.traced,
+        layers,
     )
     tell("proof: comparing texts")
     check_transfer(program, small)
     tell("proof: ranks of full size, without numbers")
     cut_short = check_full_size(program, claim.traced)
     proof = _proof(SMALL, small, claim)
-    layers = {
+    numbers = {
         layer_number(small.few.path, name)
         for stage in program.stages
         for name in stage.layers
@@ -141,7 +152,7 @@ def _prove_small(claim: Claim) -> Proof:
     return replace(
         proof,
         sizes={str(large): n for large, n in small.sizes.items() if large != n},
-        layers=(len(small.few.order), len(layers)),
+        layers=(len(small.few.order), len(numbers)),
         texts=len(program.modules),
         cut_short=cut_short,
     )

@@ -30,7 +30,11 @@ from autopar.passes.proof.shrink_plan import (
     small_sizes,
 )
 from autopar.passes.shard.propagate import propagate
-from autopar.proof.chosen_layers import with_few_layers
+from autopar.proof.chosen_layers import (
+    all_layers,
+    find_chosen_layers,
+    with_few_layers,
+)
 from autopar.proof.values import real_values
 
 MESHES = 8  # that are looked at for small extents
@@ -58,9 +62,8 @@ class Runnable:
 
 def whole(program: Program, model: nn.Module, traced: Traced) -> Runnable:
     """The program as it is."""
-    every = ChosenLayers("", tuple(range(len(program.stages))), ())
     like = {name: x.cpu() for name, x in real_values(model).items()}
-    return Runnable(traced, program, like, every, {})
+    return Runnable(traced, program, like, all_layers(program), {})
 
 
 def make_small(
@@ -69,10 +72,12 @@ def make_small(
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
     traced: Traced | None = None,
+    few: ChosenLayers | None = None,
 ) -> Runnable:
     """Captures the model with few layers, shrinks it, and compiles its small plan.
 
-    traced: the model with all of them, if that is captured.
+    traced: the model with all of them, if that is captured. few: the layers, if they
+    are chosen.
 
     Raises NotShrunk; AutoparError of the passes.
     """
@@ -85,7 +90,8 @@ def make_small(
     def whole() -> tuple[Traced, Mapping[str, Tensor]]:
         return (traced, real_values(model)) if traced else capture()
 
-    few, (captured, like) = with_few_layers(model, program, capture, whole)
+    few = few or find_chosen_layers(model, program)
+    few, (captured, like) = with_few_layers(model, program, few, capture, whole)
     plan = program.plan
     large = {TIME: plan.microbatches, **dict(plan.mesh.axes)}
     splits = _find_splits(
