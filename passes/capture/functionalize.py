@@ -26,6 +26,11 @@ OUTSIDE = (
     "compute it anew in each forward; freeze running statistics by .eval(); leave out "
     "what only counts by `if not torch.compiler.is_exporting():` before it"
 )
+# And about one that confines its parameters.
+AFTERWARDS = (
+    "leave it out of forward, and do it after optimizer.step(), under torch.no_grad(), "
+    "to the parameters that are trained: dict(step.named_parameters())"
+)
 
 # Written in place -> the form that makes a new value, where it has another name.
 NEW = {
@@ -198,7 +203,7 @@ class _Memory:
                 f"'{write}' changes the model's {self.lasting[root]} '{root}' in "
                 "forward, which has no meaning when ranks run different microbatches",
                 source=str(node.location),
-                fix=OUTSIDE,
+                fix=AFTERWARDS if self.lasting[root] == "parameter" else OUTSIDE,
             )
         others = [
             name
