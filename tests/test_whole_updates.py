@@ -54,7 +54,7 @@ STEPS, HALF = 4, 2
 
 class Lamb(torch.optim.Optimizer):
     """Steps in proportion to the length of a parameter, with momentum (You 2020), and
-    less where rows had large gradients, which it stores by row."""
+    less where rows had large gradients, which it stores by row, in a list."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -70,7 +70,8 @@ class Lamb(torch.optim.Optimizer):
                 state["step"] = state.get("step", 0) + 1
                 mean.lerp_(p.grad, 1 / state["step"])
                 rows = p.grad.flatten(1).norm(dim=1) if p.ndim > 1 else p.grad.abs()
-                rows = state.setdefault("rows", torch.zeros_like(rows)).add_(rows)
+                kept = state.setdefault("kept", [torch.zeros_like(rows), None])
+                rows = kept[0].add_(rows)
                 rate = group["lr"] / float(1 + rows.max())
                 p.sub_(mean, alpha=rate * float(p.norm() / mean.norm()))
 

@@ -230,10 +230,10 @@ def _check_state(
 ) -> None:
     """alike: entries that are the same on all ranks."""
     for key, value in state.items():
-        if isinstance(value, int | float):
+        if value is None or isinstance(value, int | float | str) or key in alike:
             continue
         shape = value.shape if isinstance(value, Tensor) else None
-        if shape in (p.shape, torch.Size()) or (shape is not None and key in alike):
+        if shape in (p.shape, torch.Size()):
             continue
         kind = type(value) if shape is None else f"{list(shape)}"
         raise CheckpointError(
