@@ -126,6 +126,7 @@ class Adapted(torch.optim.Optimizer):
                     sums.add_(p.grad, alpha=rate)
                     size += float(sums.abs().sum())
                     p.sub_(p.grad.sign(), alpha=rate)
+            group["along"] = along / size
             group["d"] = max(group["d"], along / size)
 
 
@@ -142,6 +143,7 @@ TRIED = {
     "Clipped": (Clipped, Reach.PARAMETER),
     "Later": (Later, Reach.PARAMETER),
     "Adapted": (Adapted, Reach.MODEL),
+    "Adapted slowly": (lambda ps: Adapted(ps, lr=1e-7), Reach.MODEL),
     "Adafactor": (derived(torch.optim.Adafactor), Reach.PARAMETER),
     "AdamW": (derived(torch.optim.AdamW), Reach.ELEMENT),
 }

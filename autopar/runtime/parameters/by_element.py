@@ -155,6 +155,7 @@ class _Trial:
         options = [*group.values(), *vars(optimizer).values()]
         awaited = [n for n in options if type(n) is int and n <= LATEST]
         self.steps = STEPS + max([0, *awaited])
+        self.numbers: dict[str, float] = {}  # among the options, when it was trained
 
     def run(self) -> None:
         self.train(self.whole)
@@ -162,7 +163,10 @@ class _Trial:
     def reach(self) -> Reach:
         whole, start = self.whole, self.whole[0]
         other = tuple(x.flip(0) * 1.5 for x in whole)
-        [alone], [beside] = self.train(whole), self.train(other)
+        [alone], numbers = self.train(whole), self.numbers
+        [beside] = self.train(other)
+        if self.numbers != numbers:  # a rate that follows from what it trains
+            return Reach.MODEL
         update = float((alone - start).abs().max())
         if not 0 < update < float("inf"):
             raise Undecided(f"it changes parameters by {update}")
@@ -197,6 +201,12 @@ class _Trial:
         for i in range(self.steps):  # noqa: B007  the closure reads it
             closure()
             step(optimizer, *closures)
+        options = optimizer.param_groups[0].items()
+        self.numbers = {
+            k: float(v)
+            for k, v in options
+            if isinstance(v, int | float) or (_is_tensor(v) and v.numel() == 1)
+        }
         return [p.detach() for p in trained]
 
     def copy(self, trained: list[nn.Parameter]) -> Optimizer:
