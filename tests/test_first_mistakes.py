@@ -252,3 +252,25 @@ def test_modules_of_torchscript_are_refused_by_name(make: Callable[[], Any]) -> 
     model = nn.Sequential(nn.Linear(3, 3), make())
     with pytest.raises(CaptureError, match=r"the module '1' is of TorchScript"):
         capture_model(model, {"input": torch.ones(2, 3)}, lambda out, batch: out.sum())
+
+
+class Switched(nn.Module):
+    """Its first forward takes another way for short sequences, by a flag and a part, as
+    BigBird does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.part = "sparse", nn.Unflatten(1, (-1, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "sparse" and x.shape[1] < 64:
+            self.kind, self.part = "full", nn.Identity()
+        return self.part(x).square().mean()
+
+
+def test_what_the_first_forward_switches_is_to_be_switched_before() -> None:
+    model, batch = Switched(), {"x": torch.randn(4, 8)}
+    with pytest.raises(CaptureError, match=r"(?s)'kind' from.*run forward once before"):
+        capture_model(model, batch)
+    model(**batch)
+    capture_model(model, batch)

@@ -111,7 +111,10 @@ def refuse_counters(
     for change in changed:
         change.make()
     with first_changes(model, as_found) as again:
-        later = run()
+        try:
+            later = run()
+        except CaptureError as error:  # more was changed with it, as a module
+            raise computed_with(changed[0], "next time", once=True) from error
     then = {change.place: change.after for change in again}
     counts = [c for c in changed if then.get(c.place, c.after) != c.after]
     if not same(traced, later):
