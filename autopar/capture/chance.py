@@ -148,7 +148,8 @@ def find_line(which: Generator, run: Callable[[], object]) -> str:
 
 
 def _is_model(file: str) -> bool:
-    """Whether lines of a file are looked at: not those of Python's own library."""
-    if not is_users(file):
+    """Whether lines of a file are looked at: not those of Python's own library, nor of
+    methods that it makes for classes, whose file has a name as what follows `-c`."""
+    if file == "<string>" or not is_users(file):
         return False
     return PACKAGES in file or not file.startswith(STDLIB)
