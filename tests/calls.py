@@ -282,6 +282,9 @@ PIECES: dict[str, Call] = {
     "roll all": lambda g: g.x.roll(3) * g.y,
     "tril": lambda g: (g.x.tril(-1) + g.x.triu(1)) * g.y,
     "gather": lambda g: g.x.gather(1, g.ids[..., None] % 6) * g.y[..., :1],
+    "take along": lambda g: (
+        torch.take_along_dim(g.x, g.ids[..., None] % 6, 1) * g.y[..., :1]
+    ),
     "gather one": lambda g: g.x.gather(-1, g.ids[..., None] % 4) * g.y[..., :1],
     "scatter": lambda g: g.y.scatter(2, g.ids[..., None] % 4, g.x[..., :1]) * g.y,
     "scatter value": lambda g: g.x.scatter(2, g.ids[..., None] % 4, 3.0) * g.y,

@@ -115,11 +115,12 @@ def by_transfer(plan: Planned) -> Subject:
     case, program = compiled(plan, large=plan not in NOT_ALIKE)
     small = make_small(program, *case)
 
+    traced = case.trace(program.plan.lowering)
+
     def check(program: Program) -> None:
         prover.check_transfer(program, small)
-        check_full_size(program)
+        check_full_size(program, traced)
 
-    traced = case.trace(program.plan.lowering)
     runnable = whole(program, case.model, traced)
     return Subject(program, check, in_float64(runnable, case))
 

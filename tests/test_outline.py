@@ -12,6 +12,7 @@ from cases import Case, run_all_ranks
 from models import gpt2, llama, mixture, plain_gpt
 from torch import Tensor, nn
 
+from autopar.models.load import example_batch, load_model
 from autopar.passes.program import Program
 from autopar.passes.stage.emit import emit
 
@@ -19,6 +20,12 @@ from autopar.passes.stage.emit import emit
 def lines(program: Program) -> int:
     """Counts those of the longest text."""
     return max(len(text.splitlines()) for text in program.modules.values())
+
+
+def longest(program: Program) -> int:
+    """Characters of the longest line, but for numbers of more digits."""
+    texts = "\n".join(program.modules.values())
+    return max(map(len, re.sub(r"\d+", "#", texts).splitlines()))
 
 
 PLANS = {
@@ -39,6 +46,20 @@ def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
         plain_gpt(layers=n, dropout=0.1).compile(mesh, 2, **options) for n in (8, 14)
     )
     assert lines(low) >= lines(high) < 400
+    assert longest(low) >= longest(high), "no line lists the layers"
+
+
+@pytest.mark.slow
+def test_a_stage_whose_first_layer_is_gathered_ahead_lists_no_layers() -> None:
+    pytest.importorskip("transformers")
+
+    def program(layers: int) -> Program:
+        spec = f"hf:meta-llama/Llama-3.2-1B?num_hidden_layers={layers}"
+        loaded = load_model(spec, device="meta")
+        batch = example_batch(loaded.vocab or 0, 32, 64)
+        return Case(loaded.model, batch).compile("dp=2,pp=2,tp=4", 8, zero=1)
+
+    assert longest(program(8)) >= longest(program(14))
 
 
 RECOMPUTED = {"precision": "bf16", "recompute": "full"}
@@ -228,6 +249,31 @@ def test_cotangents_of_what_all_layers_read_are_added_as_they_come() -> None:
     few, many = (Case(ReadByAll(n), {"ids": torch.randint(12, (4, 6))}) for n in (5, 9))
     assert lines(few.compile("tp=2")) >= lines(many.compile("tp=2"))
     few.verify("tp=2")
+
+
+class ReadInTurn(nn.Module):
+    """Layers read one of three masks in turn."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        masks = [(ids % n == 0).unsqueeze(-1) for n in (2, 3, 4)]
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x).tanh().masked_fill(masks[i % 3], 0.0)
+        return x.square().mean()
+
+
+def test_what_layers_read_in_turn_is_no_list_of_layers() -> None:
+    case = Case(ReadInTurn(16), {"ids": torch.randint(12, (4, 6))})
+    for mesh in ("dp=2", "dp=2,pp=2"):
+        for text in case.compile(mesh, 2).modules.values():
+            assert "{0: " not in text
+            assert text.count("[i % 3]") == 2, "in the forward, and in the backward"
+    case.verify("dp=2,pp=2", 2)
 
 
 # --- loops --------------------------------------------------------------------------

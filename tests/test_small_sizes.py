@@ -95,6 +95,8 @@ def test_a_pattern_of_layers_is_kept_with_its_ends() -> None:
     assert thin("aaaaaaa", 3) == [0, 1, 2]
     assert thin("abababababx", 2) == [0, 1, 2, 3, 10]
     assert thin("abc", 2) == [0, 1, 2]
+    turns = thin("aaaabaaaabaaaabaa", 2)
+    assert turns == [*range(10), 15, 16], "five in turn stay five"
 
 
 class Told(nn.Module):
@@ -186,3 +188,32 @@ class Chosen(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.scale).topk(6).values.sum()
+
+
+class Turns(nn.Module):
+    """Two layers, of which one takes its width for pairs; a token chooses of groups of
+    experts, and looks one up among all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(640, 640) for _ in range(2))
+        self.router = nn.Linear(640, 8 * 24)
+        self.experts = nn.Embedding(8 * 24, 640)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.layers[0](x).unflatten(-1, (320, 2))
+        y = (pairs * pairs.flip(-1)).flatten(-2).relu()
+        y = y.sum(-1, keepdim=True) + self.layers[1](x).relu()
+        scores = self.router(x).unflatten(-1, (8, 24))
+        best = (scores * scores.amax(-1, keepdim=True)).flatten(-2).topk(4).indices
+        return (y + self.experts(best).sum(-2)).sum()
+
+
+def test_layers_stay_alike_and_chosen_rows_are_there() -> None:
+    traced = trace(Turns(), {"x": torch.randn(30, 640)})
+    extents = find_extents(traced)
+    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
+    small = Shrinker(extents, sizes).graph(traced).graph
+    shapes = {v.name: v.shape for v in small.sources}
+    assert shapes["layers.0.weight"] == shapes["layers.1.weight"]
+    assert shapes["experts.weight"][0] == shapes["router.weight"][0] < 8 * 24

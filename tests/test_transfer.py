@@ -116,6 +116,8 @@ def backward(c, p, g, k, b, saved):
         ('yield [g["gathered.{}"]]', (4,), (3,), (2,)),
         # A piece of a parameter is named by where it lies.
         ('x = p["blocks.+0.qkv[{}:{}].weight"]', (24, 40), (12, 20), (24, 41)),
+        # Choices of experts are numbered through the layers of all stages.
+        ("y = c.choose(x, 2, {}, (((9, ('dp',)),),))", (7,), (2,), (1,)),
         # As many as there are heads, from 1 on.
         ("x = aten.arange.start({}, {}, dtype=torch.int32)", (1, 9), (1, 5), (1, 10)),
     ],

@@ -25,7 +25,7 @@ from autopar.capture.chance import is_generator
 Cached = type(lru_cache(lambda: None))
 NUMBERS = (bool, int, float, str)
 # Of these packages nothing is put back: they know what they keep.
-OTHERS = frozenset({"torch", "numpy", "builtins", "autopar", "passes", "functools"})
+OTHERS = frozenset({"torch", "numpy", "builtins", "autopar", "functools"})
 LISTS = (list, deque)
 MOST = 100_000  # members: what has more is data, and not looked at
 
@@ -251,13 +251,16 @@ class AsFound:
 
 def is_users(thing: Any) -> bool:
     """Whether a class or function is of the user's code, not of torch or Python."""
-    package = str(getattr(thing, "__module__", None)).partition(".")[0]
-    return package not in OTHERS and package not in sys.stdlib_module_names
+    return _of_users(str(getattr(thing, "__module__", None)))
 
 
 def is_users_file(file: ModuleType) -> bool:
     """Whether a module of Python is of the user's code."""
-    package = file.__name__.partition(".")[0]
+    return _of_users(file.__name__)
+
+
+def _of_users(module: str) -> bool:
+    package = module.partition(".")[0]
     return package not in OTHERS and package not in sys.stdlib_module_names
 
 

@@ -73,13 +73,17 @@ def all_layers(program: Program) -> ChosenLayers:
 
 def _told_by_number(model: nn.Module, count: int) -> Iterator[list[object]]:
     """What a model, or its configuration, lists of each layer: it looks there by the
-    number that a layer has when it runs."""
+    number that a layer has when it runs. A list of all numbers tells nothing."""
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             for own in getattr(holder, "__dict__", {}).values():
                 if isinstance(own, list | tuple) and len(own) == count:
                     # Tensors, and all that may not be compared, are only themselves.
-                    yield [x if isinstance(x, PLAIN) else id(x) for x in own]
+                    told: list[object] = [
+                        x if isinstance(x, PLAIN) else id(x) for x in own
+                    ]
+                    if told != [*range(count)]:
+                        yield told
 
 
 def _decided(plan: Plan, layer: str) -> object:

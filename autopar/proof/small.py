@@ -38,7 +38,7 @@ from autopar.proof.chosen_layers import (
 from autopar.proof.values import real_values
 
 MESHES = 8  # that are looked at for small extents
-MOST = 5e7  # parameters of what is small
+MOST = 1e8  # parameters of what is small, times its ranks, of some 70 bytes each
 
 
 @dataclass(frozen=True)
@@ -124,23 +124,27 @@ def _shrink(
     """(ranks of each axis, what made the graph small, the small one). Extents that an
     op has by its arguments, as a Fourier transform has, stay as they are. Raises
     NotShrunk."""
-    extents = find_extents(captured)
+    extents, smallest = find_extents(captured), False
     while True:
-        axes, sizes = _choose(plan, few, splits, extents)
+        axes, sizes = _choose(plan, few, splits, extents, smallest)
         shrinker = Shrinker(extents, sizes)
         try:
             small = shrinker.graph(captured)
-            if sum(v.numel for v in small.graph.params) <= MOST:
-                return axes, shrinker, small
+        except NotShrunk as error:
+            if error.extents <= extents.fixed:
+                raise
+            extents = replace(extents, fixed=extents.fixed | error.extents)
+            continue
+        ranks = prod(n for axis, n in axes.items() if axis != TIME)
+        if sum(v.numel for v in small.graph.params) * ranks <= MOST:
+            return axes, shrinker, small
+        if smallest:
             raise NotShrunk(
                 "the small model is not small, as too many of its sizes are said by "
                 "arguments of ops",
                 fix="prove the plan of a smaller model of the kind",
             )
-        except NotShrunk as error:
-            if error.extents <= extents.fixed:
-                raise
-            extents = replace(extents, fixed=extents.fixed | error.extents)
+        smallest = True  # even if larger ones do not stay larger
 
 
 def _choose(
@@ -148,6 +152,7 @@ def _choose(
     few: ChosenLayers,
     splits: Mapping[int, frozenset[Split]],
     extents: Extents,
+    smallest: bool,
 ) -> tuple[dict[str, int], dict[int, int]]:
     """(ranks of each axis, small extents): on the fewest ranks for which there are
     some. Raises NotShrunk."""
@@ -156,7 +161,7 @@ def _choose(
         large = {axis: plan.size(axis) for axis in axes}
         known = extents.sizes, extents.sums, extents.fixed, splits, large, axes
         try:
-            return axes, choose_sizes(*known, products, extents.most)
+            return axes, choose_sizes(*known, products, extents.most, smallest)
         except NotShrunk as error:
             problem = problem or error
     assert problem is not None, "there is a small mesh"

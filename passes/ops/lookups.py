@@ -163,7 +163,7 @@ OPS = (
     Op("comm.pick", "x index ignored extent axes", derivative=d_pick),
     Op("aten.embedding_bag", looks_up="weight indices 0"),
     Op("aten.take", selects=True),
-    Op("aten.take_along_dim", looks_up="self indices dim"),
+    Op("aten.take_along_dim", "self indices dim", looks_up="self indices dim"),
     Op("aten.index_add", looks_up="self index dim", autocast="equal"),
     *(
         Op(f"aten.{name}", autocast="equal")

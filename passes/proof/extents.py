@@ -9,7 +9,7 @@ whole is the sum of its segments.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -20,7 +20,7 @@ from ..atoms import Atoms
 from ..capture.traced import Traced
 from ..dims.name_dims import bind
 from ..dims.probe import probe_equation
-from ..graph import Graph, Node, Value
+from ..graph import LAYER, Graph, Node, Value
 from ..ops.op import is_view, op_of
 from ..ops.parts import comb_of, part_of
 from ..ops.reductions import dims_of, topmost
@@ -132,16 +132,22 @@ class _Search:
         def product(own: Iterable[int]) -> Product:
             return tuple(self.atoms.size[a] for a in self.atoms.leaves(own))
 
+        factors = {
+            name: tuple(map(product, dims)) for name, dims in self.tensors.items()
+        }
+        sums = [
+            Sum(product(whole), tuple(map(product, parts)), constant)
+            for whole, parts, constant in self.sums
+        ]
+        sums += self._of_layers(factors)
+        most = frozenset((product(a), product(b)) for a, b in self.most)
+        # Of groups of experts some are chosen, and numbers of all experts looked up.
+        whole = [dim for _, dim in sorted(most) if len(dim) > 1]
+        known = {n for dims in factors.values() for d in dims for n in d}
+        sums += [Sum((prod(dim),), (dim,)) for dim in whole if prod(dim) in known]
         return Extents(
-            factors={
-                name: tuple(map(product, dims)) for name, dims in self.tensors.items()
-            },
-            sums=tuple(
-                dict.fromkeys(
-                    Sum(product(whole), tuple(map(product, parts)), constant)
-                    for whole, parts, constant in self.sums
-                )
-            ),
+            factors=factors,
+            sums=tuple(dict.fromkeys(sums)),
             fixed=frozenset(n for atom in self.fixed for n in product([atom])),
             segments={
                 place: {
@@ -149,8 +155,19 @@ class _Search:
                 }
                 for place, alternatives in self.segments.items()
             },
-            most=frozenset((product(a), product(b)) for a, b in self.most),
+            most=most,
         )
+
+    def _of_layers(self, factors: Mapping[str, tuple[Product, ...]]) -> Iterator[Sum]:
+        """Layers whose parameters are alike stay alike, where one of them takes a dim
+        for a product (heads that rotate) and another takes it as it is."""
+        first: dict[tuple[str, tuple[int, ...]], str] = {}
+        for v in self.graph.params:
+            place = LAYER.sub("", v.name, count=1), v.shape
+            like = factors[first.setdefault(place, v.name)]
+            for own, other in zip(factors[v.name], like, strict=True):
+                if own != other:
+                    yield Sum(own, (other,))
 
     def _find_computed(self) -> dict[str, bool]:
         """Values of constants alone -> whether more was done to them than to count, to

@@ -33,7 +33,10 @@ LAYER = re.compile(
 # added to the loop's variable, and a step.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
 COUNTED_AFTER = re.compile(r" for i in range\((?:\d+, )?$")
-MASK = re.compile(r"c\.(?:dropout_counters\(|draw\([^,]*, )(\d+ \* i \+ )?$")
+# Draws and choices are numbered through all layers.
+MASK = re.compile(
+    r"c\.(?:dropout_counters\(|draw\([^,]*, |choose\(.*, \d+, )((?:\d+ \* )?i \+ )?$"
+)
 APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
 ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
 NUMBERS = re.compile(r"\d+")

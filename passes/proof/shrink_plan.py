@@ -228,12 +228,14 @@ def shrink_plan(plan: Plan, few: ChosenLayers, sizes: Mapping[str, int]) -> Plan
 
 
 def thin(kinds: Sequence[object], keep: int) -> list[int]:
-    """Which of some layers are enough: of a pattern that repeats, `keep` repeats.
+    """Which of some layers are enough: of a pattern that repeats, `keep` repeats. Where
+    all layers are one pattern, it stays whole.
 
     kinds: of each layer, equal for layers that are alike.
     """
     kept = list(range(len(kinds)))
-    for length in range(1, max(1, len(kinds) // (keep + 1)) + 1):
+    most = max(1, len(kinds) // (keep + 1))
+    for length in range(period(kinds) or 1, most + 1):
         i = 0
         while i + length * (keep + 1) <= len(kept):
             window = [kinds[n] for n in kept[i : i + length * (keep + 1)]]
@@ -242,6 +244,12 @@ def thin(kinds: Sequence[object], keep: int) -> list[int]:
             else:
                 i += 1
     return kept
+
+
+def period(kinds: Sequence[object]) -> int:
+    """After how many layers all begins again, once at least; 0 if nothing does."""
+    lengths = range(1, len(kinds) // 2 + 1)
+    return next((n for n in lengths if kinds[n:] == kinds[:-n]), 0)
 
 
 def choose_layers(

@@ -153,10 +153,11 @@ class _Emitter:
                     if inner.name in wanted:
                         self.keys[name] = f"{stems[inner.name]}.{first + step * t}"
         once = {v.name for n in (*s.setup, *s.prologue) for v in n.results}
+        wholes = {v.name: v.name.removeprefix(GRADIENT) for v in s.wholes}
         for items in parts:
             for loop in _loops(items):
-                for scanned in loop.scanned:
-                    names = [v.name for v in scanned.values]
+                for scanned in loop.scanned:  # or gradients of these
+                    names = [wholes.get(v.name, v.name) for v in scanned.values]
                     if once.issuperset(names):
                         first, step = loop.index
                         self.name_family(names, first + step * scanned.start, step)

@@ -241,8 +241,9 @@ class _Cutter:
         return sorted(chosen.values(), key=lambda n: self.position[id(n)])
 
     def _parts(self, nodes: Sequence[Node]) -> dict[str, list[Node]]:
-        """What runs when. Of what is not run for each microbatch, equal nodes are one:
-        layers that make the same of the same positions share it."""
+        """What runs when. Of what is not run for each microbatch, equal nodes are one,
+        whatever their dims are called: layers that make the same of the same positions
+        share it."""
         parts: dict[str, list[Node]] = {"setup": [], "prologue": [], "forward": []}
         known: dict[Any, Node] = {}
         same: dict[str, Value] = {}
@@ -253,7 +254,10 @@ class _Cutter:
             if same:
                 own = own.substitute(lambda v: same.get(v.name, v))
             if part != "forward":
-                lies = [(dims[v.name], shardings[v.name]) for v in node.results]
+                lies = [
+                    ([[d.size for d in dim] for dim in dims[v.name]], shardings[v.name])
+                    for v in node.results
+                ]
                 there = [v is not None for v in node.outs]
                 key = repr((own.op, own.args, dict(own.kwargs), there, lies))
                 first = known.setdefault(key, own)

@@ -77,8 +77,21 @@ class Index:
         return text.replace('["', '[f"') if text != texts[0] else text
 
     def _one_of(self, texts: Iterable[str], start: int) -> str:
-        pairs = zip(self.keys[start:], texts, strict=False)
+        own = list(texts)
+        if turns := self.turns(own, start):
+            return f"({', '.join(turns)})[i % {len(turns)}]"
+        pairs = zip(self.keys[start:], own, strict=False)
         return f"{{{', '.join(f'{key}: {text}' for key, text in pairs)}}}[i]"
+
+    def turns(self, texts: Sequence[str], start: int) -> list[str]:
+        """What takes turns in the iterations from `start` on, as i % len says; [] if
+        nothing does so, twice at least."""
+        count = len(texts)
+        for n in range(2, count // 2 + 1) if abs(self.step) == 1 else ():
+            if all(text == texts[t % n] for t, text in enumerate(texts)):
+                by_turn = {self.keys[start + t] % n: texts[t] for t in range(n)}
+                return [by_turn[turn] for turn in range(n)]
+        return []
 
     def remark(self, node: Node) -> str:
         """Where a node of the body comes from, its layer as the variable."""
@@ -187,7 +200,13 @@ class LoopWriter:
                 texts = [function.tables[v.name] for v in scanned.values]
                 self.names[scanned.value.name] = index.text(texts, scanned.start)
             elif kind == "listed":
-                listed.append(scanned)
+                texts = [self.text(v) for v in scanned.values]
+                if index.turns(texts, scanned.start):
+                    in_turn = index.text(texts, scanned.start)
+                    self.begin.append(f"{self.text(scanned.value)} = {in_turn}")
+                    self.inside.add(scanned.value.name)
+                else:
+                    listed.append(scanned)
             else:
                 rows, inner = function.between.rows_of[
                     function.number, id(loop), scanned.value.name
