@@ -148,6 +148,26 @@ def test_all_views_of_shares_that_are_replicated_say_the_same(zero: int) -> None
     same_by_all(True, "model", cluster_of("4xA100-80GB"), candidate)
 
 
+def test_what_is_cast_under_zero_3_is_a_share() -> None:
+    """Of a deep model with short sequences, of which casts would be most of a peak."""
+    layers = 24
+    case = plain_gpt(layers=layers, heads=32, seq=2, batch=SAMPLES)
+    devices = cluster_of("4xA100-80GB")
+    decided = ("1f1b", 1, 3, "full", (layers,))
+    of = case.short(precision="bf16")
+    wanted = Candidate(Mesh.parse("dp=4"), 4, 1, *decided)
+    e = run_on_paper(wanted, make_prices(of, devices), devices)
+    plan = plan_of(e.candidate, of)
+    program = compile_program(case.trace(plan.lowering), plan, devices)
+    (ratio,) = (
+        sum(planned.values()) / sum(mine.values())
+        for mine, planned in zip(
+            estimate_program(program, devices).memory, e.memory, strict=True
+        )
+    )
+    assert 0.85 < ratio < 1.05
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_no_view_has_what_the_optimizer_holds_elsewhere(offload: bool) -> None:
     """Also of a weight that both stages of a rank use, which is there once."""

@@ -25,6 +25,7 @@ from ..price.price import price
 from ..shard.cut_weights import cut_weights
 from ..shard.insert_collectives import insert_collectives
 from ..shard.propagate import propagate
+from ..shard.sort_rows import sort_rows
 from ..stage.chain import Chain
 from ..stage.differentiate import Joint, finish, join
 from ..stage.split_stages import Stage, cut_stage
@@ -186,7 +187,7 @@ def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
     plan: its mesh and microbatches; its stages do not matter.
     """
     sharded = propagate(named, plan)
-    lowered = insert_collectives(cut_weights(sharded))
+    lowered = sort_rows(insert_collectives(cut_weights(sharded)))
     mesh = Mesh(((PIPELINE, len(starts)), *plan.mesh.stage_axes))
     cuts = starts[1:]
     in_stages = replace(lowered.plan, mesh=mesh, stages_per_rank=1, cuts=cuts)

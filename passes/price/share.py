@@ -43,7 +43,7 @@ def share(account: Account, candidate: Candidate, device: Device) -> Account:
         update=account.update * (mine.held.trained / trained if trained else 1.0),
         gathered=mine.whole,
         whole=account.whole + mine.more_whole,
-        edges=max(account.edges, mine.edges),
+        edges=mine.edges,
     )
 
 
@@ -183,7 +183,10 @@ class _Shares:
 
     @property
     def edges(self) -> float:
+        """Where nothing is whole, what is cast there is a share as well."""
         account = self.account
+        if self.zero == 3:
+            return account.edges + self.more_whole
         block = account.forward.gathered.largest / max(1, account.held.read)
         least = (
             self.candidate.data_parallel
@@ -194,7 +197,7 @@ class _Shares:
             1: self.whole + (2 + 1 / max(1, least)) * self.shared.trained * block,
             2: self.whole + self.shared.read * block,
         }
-        return ends.get(self.zero, 0.0)
+        return max(account.edges, ends[self.zero])
 
 
 def _share_of(held: Held, ranks: int) -> Held:
