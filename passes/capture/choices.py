@@ -27,7 +27,6 @@ Parts = tuple[Part, ...]  # the outermost first
 NUMBERS = -1  # the stride of the dim of a mask that has one for each number
 REPEATED = "aten.repeat_interleave.self_Tensor"
 LOSSY = (torch.bool, torch.float16, torch.bfloat16)  # which not all numbers survive
-TAKEN = ("aten.gather", "aten.index", "aten.index_select")  # some of the operand
 KEPT = ("same", "cast")  # elements of the operand, each at its place
 
 
@@ -120,9 +119,10 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if node.name in ("aten.cat", "aten.stack"):
         each = [numbers_of(v, made) for v in node.operands]
         return None if None in each else max(n for n in each if n)
-    shows = kind.view in ("shape", "order", "part", "copies") or node.name in TAKEN
+    shows = kind.view in ("shape", "order", "part", "copies") or kind.values == "moved"
+    takes = node.name in ("aten.gather", "aten.index")  # some of the operand
     sorts = kind.rule is topmost and choices == node.outs[0]
-    if kind.elements in KEPT or shows or sorts:
+    if kind.elements in KEPT or shows or takes or sorts:
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
 
