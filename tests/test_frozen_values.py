@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.frozen_values import FrozenValues
+from autopar.capture.left_as_found import is_users_file
 from autopar.passes.errors import AutoparError
 
 BETA = 0.5
@@ -260,3 +261,8 @@ def test_a_model_that_was_compiled_in_eval_is_not_trained_without_a_word():
     model.train()
     with pytest.raises(AutoparError, match=r"in eval\(\) when the step was compiled"):
         step(**batch)
+
+
+def test_a_package_of_any_name_is_a_users():
+    assert is_users_file(ModuleType("passes.model"))
+    assert not is_users_file(ModuleType("autopar.passes.graph"))

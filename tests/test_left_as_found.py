@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture.capture_model import capture_model
-from autopar.capture.left_as_found import is_users_file
 from autopar.passes.errors import CaptureError
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
@@ -283,11 +281,6 @@ def test_what_was_kept_by_a_call_before_is_part_of_the_program():
     case.model(**case.batch)
     traced = capture_model(case.model, case.batch)
     verify(compile_program(traced, plan("dp=2", 2), PLAIN), *case).check()
-
-
-def test_a_package_of_any_name_is_a_users():
-    assert is_users_file(ModuleType("passes.model"))
-    assert not is_users_file(ModuleType("autopar.passes.graph"))
 
 
 # --- chance and counters -----------------------------------------------------------

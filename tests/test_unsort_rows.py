@@ -176,14 +176,19 @@ def every_column(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat([back * weight[:WIDTH, :1], weight.new_zeros(32 - WIDTH, WIDTH)])
 
 
+def between_ends(m: Any, x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """Sorted rows by the experts between whose ends they lie, put back."""
+    number = torch.searchsorted(ends, torch.arange(len(order)), right=True)
+    y = m.product(x[order // CHOSEN], number)
+    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+
+
 def by_cast_numbers(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """The order is one of what numbers are cast to, the counts are of the numbers."""
     flat = chosen.flatten()
     order = flat.bool().argsort(stable=True)
     ends = F.one_hot(flat, EXPERTS).sum(0).cumsum(0)
-    number = torch.searchsorted(ends, torch.arange(len(order)), right=True)
-    y = m.product(x[order // CHOSEN], number)
-    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+    return between_ends(m, x, order, ends)
 
 
 def by_one_count(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
@@ -191,9 +196,7 @@ def by_one_count(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     ends = (flat == 1).sum(0, keepdim=True).cumsum(0)
-    number = torch.searchsorted(ends, torch.arange(len(order)), right=True)
-    y = m.product(x[order // CHOSEN], number)
-    return y[order.argsort()].view(len(x), CHOSEN, WIDTH).sum(1)
+    return between_ends(m, x, order, ends)
 
 
 def by_largest(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
