@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from autopar.models.load import TOKENS, LoadedModel
 from autopar.passes.plan import Plan
-from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.search import Ranking
-from autopar.planner.choose import SAMPLES
+from autopar.planner.choose import SAMPLES, search_plans
 from autopar.planner.planned import batch_for
-from autopar.planner.planner import ShortModel, capture_short, find_plans, plan_of
+from autopar.planner.planner import ShortModel, capture_short
 from autopar.planner.request import PlanRequest
-from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
 from autopar.plans.plan_record import PlanRecord, priced_near
 from autopar.plans.store import checksum
-from autopar.progress import tell
 
 
 @dataclass(frozen=True)
@@ -58,20 +53,14 @@ def best_plan(
     `open_to_op_shardings`.
     Raises: Infeasible, PlanError.
     """
-    cluster = request.cluster
-    priced = partial(tell, "pricing candidates")
-    plans = find_plans(of, cluster, global_batch, watch=priced, **request.space)
-    sharded: Mapping[Candidate, Plan] = {}
-    if open_to_op_shardings(plans, reach):
-        whole = of
-        if of.batch != global_batch:
-            batch = batch_for(loaded, global_batch, seq)
-            whole = capture_short(loaded.model, batch, **request.of_all)
-        plans, sharded = shard_ops_of_best(
-            plans, whole, cluster, reach, request.fixes_attention
-        )
-    chosen = plans.best[0].candidate
-    plan = sharded.get(chosen) or plan_of(chosen, of)
+
+    def whole() -> ShortModel:
+        if of.batch == global_batch:
+            return of
+        batch = batch_for(loaded, global_batch, seq)
+        return capture_short(loaded.model, batch, **request.of_all)
+
+    plans, plan = search_plans(of, request, global_batch, whole, reach)
     record = PlanRecord(
         plan=checksum(plan.to_json()),
         model=loaded.spec,
@@ -80,7 +69,7 @@ def best_plan(
         global_batch=global_batch,
         runs=of.runs,
         parameters=sum(p.numel() for p in loaded.model.parameters()),
-        cluster=cluster,
+        cluster=request.cluster,
         best=plans.best,
         tried=plans.tried,
         options=request.of_all,

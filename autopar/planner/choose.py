@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,9 +14,11 @@ from autopar.models.batches import samples_of, with_samples
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.candidates import ALIKE
-from autopar.planner.planner import capture_short, find_plans, plan_of
+from autopar.passes.search.search import Ranking
+from autopar.planner.planner import ShortModel, capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
 from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
+from autopar.progress import tell
 
 # Of the batch that a model is captured with, two for each rank of ep; costs are linear
 # in them.
@@ -30,14 +33,35 @@ def choose_plan(
     loss_fn: Callable[..., Any] | None = None,
 ) -> Plan:
     """The best plan for steps on such batches. Raises: Infeasible, PlanError."""
-    of = capture_short(model, with_samples(batch, SAMPLES), loss_fn, **request.of_all)
-    plans = find_plans(of, request.limited, samples_of(batch), **request.space)
-    sharded: Mapping[Candidate, Plan] = {}
-    if open_to_op_shardings(plans, ALIKE):
-        whole = capture_short(model, batch, loss_fn, **request.of_all)
-        plans, sharded = shard_ops_of_best(
-            plans, whole, request.limited, ALIKE, request.fixes_attention
-        )
+
+    def capture(batch: Mapping[str, Any]) -> ShortModel:
+        return capture_short(model, batch, loss_fn, **request.of_all)
+
+    of, whole = capture(with_samples(batch, SAMPLES)), partial(capture, batch)
+    plans, plan = search_plans(of, request, samples_of(batch), whole)
     best = plans.best[0]
     LOG.info("%s: %s", best.candidate, how_priced(best, request.cluster))
-    return sharded.get(best.candidate) or plan_of(best.candidate, of)
+    return plan
+
+
+def search_plans(
+    of: ShortModel,
+    request: PlanRequest,
+    global_batch: int,
+    whole: Callable[[], ShortModel],
+    reach: float = ALIKE,
+) -> tuple[Ranking, Plan]:
+    """The best plans, and the first of them with all that is decided.
+
+    whole: captures the model with all samples of a step. reach: of op shardings, see
+    `open_to_op_shardings`. Raises: Infeasible, PlanError.
+    """
+    cluster, watch = request.limited, partial(tell, "pricing candidates")
+    plans = find_plans(of, cluster, global_batch, watch=watch, **request.space)
+    sharded: Mapping[Candidate, Plan] = {}
+    if open_to_op_shardings(plans, reach):
+        plans, sharded = shard_ops_of_best(
+            plans, whole(), cluster, reach, request.fixes_attention
+        )
+    best = plans.best[0].candidate
+    return plans, sharded.get(best) or plan_of(best, of)
