@@ -43,6 +43,34 @@ class Repeats:
         return *range(self.first + self.period), *range(behind, self.total)
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model. path: of their list. period: of the pattern that repeats
+    (in layers); kept: of `total`, how many the shortened model has. After the last
+    repeat there may be the first few layers of another one, which count as its end."""
+
+    path: str
+    total: int
+    period: int
+    kept: int
+
+    @property
+    def repeats(self) -> int:
+        return self.total // self.period
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Module paths at which the repeats of the pattern begin."""
+        numbers = (i * self.period for i in range(self.repeats))
+        return tuple(f"{self.path}.{i}" for i in numbers)
+
+    def repeat_of(self, module: str) -> int | None:
+        """The repeat that a module path of the shortened model lies in."""
+        number = number_in(self.path, module)
+        last = self.kept // self.period - 1
+        return None if number is None else min(number // self.period, last)
+
+
 def longest(path: str, layers: Sequence[Hashable]) -> Repeats | None:
     """The repetition that spares most, of layers that are told by what they do."""
     known: dict[Hashable, int] = {}

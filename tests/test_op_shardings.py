@@ -40,7 +40,7 @@ from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError, Preference
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.price.price_layers import price_layers
 from autopar.passes.read_program import read_program
-from autopar.passes.search.choose_op_shardings import Axis, Runs, ShardingsDoNotFit
+from autopar.passes.search.choose_op_shardings import Axis, ShardingsDoNotFit
 from autopar.passes.search.least_cost import least_cost
 from autopar.passes.search.op_sharding_costs import OpShardingCosts
 from autopar.passes.shard.op_sharding import PASS
@@ -118,11 +118,9 @@ def test_the_best_labels_as_by_trying_all(byte: float) -> None:
 def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
     case = build(layers=6)
     of = case.short()
-    assert of.layers is not None
-    runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
     whole = name_dims(normalize(case.trace()))
     for byte in (0.0, 1e-9, 1e-7):
-        short = Axis(setting_of(of.named, tp(2)), runs).best(byte)
+        short = Axis(setting_of(of.named, tp(2)), of.layers).best(byte)
         full = Axis(setting_of(whole, tp(2))).best(byte)
         cost = [x.seconds + byte * x.memory for x in (short, full)]
         assert cost[0] == pytest.approx(cost[1], rel=1e-9)
@@ -208,9 +206,7 @@ def frugal(case, mesh: str, **options) -> Plan:
         case.short(),
         make_plan(mesh, **options),
     )
-    assert of.layers is not None
-    runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
-    found = Axis(setting_of(of.named, plan), runs).best(1e-6)
+    found = Axis(setting_of(of.named, plan), of.layers).best(1e-6)
     return replace(plan, op_shardings={"tp": found.op_shardings})
 
 

@@ -9,37 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 
 from torch import Tensor, nn
 
 from autopar.passes.capture.find_repeats import LayerList, find_list, only_layers
+from autopar.passes.layers import Layers
 
 Function = BuiltinFunctionType | FunctionType
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
-
-
-@dataclass(frozen=True)
-class Layers:
-    """The layers of a model. path: of their list. period: of the pattern that repeats
-    (in layers); kept: of `total`, how many the shortened model has. After the last
-    repeat there may be the first few layers of another one, which count as its end."""
-
-    path: str
-    total: int
-    period: int
-    kept: int
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """Module paths at which the repeats of the pattern begin."""
-        numbers = (i * self.period for i in range(self.repeats))
-        return tuple(f"{self.path}.{i}" for i in numbers)
-
-    @property
-    def repeats(self) -> int:
-        return self.total // self.period
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.capture.shorten import Layers, shortened
+from autopar.capture.shorten import shortened
 from autopar.gc_paused import gc_paused
 from autopar.models.batches import with_samples
 from autopar.options import make_plan
@@ -24,6 +24,7 @@ from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.errors import LossNotSeparable
+from autopar.passes.layers import Layers
 from autopar.passes.mesh import AXES, SIZED_AXES, Axis, Mesh
 from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.candidate import Candidate
@@ -37,7 +38,7 @@ from autopar.passes.price.price_layers import (
 )
 from autopar.passes.recompute.recompute import squares
 from autopar.passes.search.candidates import Space
-from autopar.passes.search.choose_op_shardings import OpenPlan, Runs
+from autopar.passes.search.choose_op_shardings import OpenPlan
 from autopar.passes.search.search import Ranking, Watch, search
 from autopar.passes.shard.query_groups import (
     Groups,
@@ -333,10 +334,5 @@ def open_ops(
     of: captured with the whole batch of a step. decided: whether attention works on cp
     as the plan says, and as no op sharding does. Raises: PlanError.
     """
-    layers = of.layers
-    runs = None
-    if layers:
-        rest = layers.total % layers.period
-        runs = Runs(layers.path, layers.period, layers.repeats, rest)
     named = of.shared if plan.zero else of.named
-    return OpenPlan(named, split_groups(named, plan), cluster, runs, decided)
+    return OpenPlan(named, split_groups(named, plan), cluster, of.layers, decided)

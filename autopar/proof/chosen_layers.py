@@ -11,9 +11,10 @@ from torch import nn
 from autopar.capture.shorten import find_facts, without_index
 from autopar.passes.capture.find_repeats import find_list, only_layers
 from autopar.passes.errors import CaptureError
+from autopar.passes.layers import number_in
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
-from autopar.passes.proof.shrink_plan import ChosenLayers, choose_layers, layer_number
+from autopar.passes.proof.shrink_plan import ChosenLayers, choose_layers
 
 Result = TypeVar("Result")
 PLAIN = bool | int | float | str
@@ -45,11 +46,11 @@ def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
     if not path:
         return whole
     layers = model.get_submodule(path)
-    numbers = [[layer_number(path, m) for m in s.layers if m] for s in program.stages]
+    numbers = [[number_in(path, m) for m in s.layers if m] for s in program.stages]
     if any(own and set(own) == {None} for own in numbers):
         return whole  # a stage of other layers alone
     begins = (next(iter(s.layers), "") for s in program.stages[1:])
-    if any(first and layer_number(path, first) is None for first in begins):
+    if any(first and number_in(path, first) is None for first in begins):
         return whole  # a stage begins with what comes before a layer
     by_stage = [sorted({n for n in own if n is not None}) for own in numbers]
     facts = without_index([find_facts(layer) for layer in layers.children()])

@@ -19,6 +19,11 @@ NOISE = 0.1
 class VerificationFailed(AutoparError):
     """The program does not compute what the model computes."""
 
+    def __init__(
+        self, message: str, *, source: str = "", fix: str = ANOTHER_MESH
+    ) -> None:
+        super().__init__(message, source=source, fix=fix)
+
 
 def as_reals(x: Tensor) -> Tensor:
     """In double precision; of complex numbers both parts."""

@@ -36,7 +36,6 @@ from autopar.runtime.execute.rehearse import play
 from autopar.runtime.execute.running_stage import load_module
 from autopar.runtime.parameters.shards import local_shape
 
-REPORT = "report this model and mesh; another mesh may be right meanwhile"
 # What a meta tensor cannot tell: how many rows go where.
 UNKNOWN = "Cannot copy out of meta tensor", "on tensor on meta", "meta tensors"
 
@@ -163,8 +162,7 @@ def _check_draws(
     if not told or len({*again}) < len(again) or not {*again} <= {*own}:
         raise VerificationFailed(
             f"stage {stage} draws random numbers {own}, and again {again}, which "
-            "are not the model's",
-            fix=REPORT,
+            "are not the model's"
         )
     return new[-1] + 1 if new else start
 
@@ -187,8 +185,7 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
         if shapes.setdefault(key, own) != own:
             raise VerificationFailed(
                 f"ranks {first[key]} and {rank} run one module of stage {stage}, with "
-                "shares of other shapes",
-                fix=REPORT,
+                "shares of other shapes"
             )
         first.setdefault(key, rank)
     return first
@@ -245,7 +242,6 @@ def run_module(
             return comm, load_module(program.modules[key], key), [stopped]
         raise VerificationFailed(
             f"stage {index} does not run on rank {rank} at its own size: {problem}",
-            fix=REPORT,
         ) from error
     return comm, stage.module, []
 
@@ -296,8 +292,7 @@ def _check_same(left: list[Call], right: list[Call], rank: int, other: int) -> N
         if a != b:
             raise VerificationFailed(
                 f"ranks {rank} and {other} do not meet: {a or 'nothing more'} on the "
-                f"one, {b or 'nothing more'} on the other",
-                fix=REPORT,
+                f"one, {b or 'nothing more'} on the other"
             )
 
 
@@ -314,6 +309,5 @@ def _check_messages(
                 if a != b:
                     raise VerificationFailed(
                         f"stage {index} and the next one disagree on what goes between "
-                        f"them ({coords or 'one rank'}): {a} and {b}",
-                        fix=REPORT,
+                        f"them ({coords or 'one rank'}): {a} and {b}"
                     )

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from autopar.own_modes import on_cpu
 from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import AutoparError
+from autopar.passes.layers import number_in
 from autopar.passes.mesh import TIME
 from autopar.passes.program import Program
 from autopar.passes.proof.same_specs import find_other_spec
-from autopar.passes.proof.shrink_plan import ChosenLayers, StageLayers, layer_number
+from autopar.passes.proof.shrink_plan import ChosenLayers, StageLayers
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.passes.proof_record import SMALL, WHOLE, Proof
 from autopar.progress import tell
@@ -145,7 +146,7 @@ def _prove_small(claim: Claim, layers: ChosenLayers) -> Proof:
     cut_short = check_full_size(program, claim.traced)
     proof = _proof(SMALL, small, claim)
     numbers = {
-        layer_number(small.few.path, name)
+        number_in(small.few.path, name)
         for stage in program.stages
         for name in stage.layers
     } - {None}
@@ -216,7 +217,6 @@ def run_program(
     except CommError as error:
         raise VerificationFailed(
             f"ranks do not get to the end of a step: {error}",
-            fix="report this model and mesh; another mesh may be right meanwhile",
         ) from error
 
 
@@ -298,7 +298,7 @@ def check_transfer(program: Program, small: Runnable) -> None:
     for number, stage in enumerate(program.stages):
         place = few.stages.index(number) if number in few.stages else None
         stands = [place] if place is not None else range(inside, len(few.stages) - 1)
-        numbers = {layer_number(few.path, name) for name in stage.layers}
+        numbers = {number_in(few.path, name) for name in stage.layers}
         texts = {
             (key, few.layers(i, len(numbers - {None})))
             for i in stands

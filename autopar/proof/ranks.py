@@ -13,7 +13,6 @@ from autopar.checkpoints.memory import Memory
 from autopar.passes.program import Program
 from autopar.progress import tell
 from autopar.proof.errors import (
-    ANOTHER_MESH,
     NOISE,
     VerificationFailed,
     relative_error,
@@ -170,7 +169,6 @@ class Watch:
             if x._version != version:
                 raise VerificationFailed(
                     f"a step writes into the {kind} '{name}', which is not its own",
-                    fix=ANOTHER_MESH,
                 )
 
 
@@ -258,7 +256,7 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> StepResult:
 def _agree(quantity: str, values: Sequence[float]) -> None:
     if len(set(values)) > 1 and not all(x != x for x in values):
         raise VerificationFailed(
-            f"ranks do not agree on {quantity}: {sorted(set(values))}", fix=ANOTHER_MESH
+            f"ranks do not agree on {quantity}: {sorted(set(values))}"
         )
 
 
@@ -280,7 +278,6 @@ def check_owners(program: Program) -> None:
         if not bool((count == 1).all()):
             raise VerificationFailed(
                 f"some of '{source}' has no rank that answers for it, or several",
-                fix=ANOTHER_MESH,
             )
 
 
@@ -296,9 +293,7 @@ def assemble(
     spec, mesh = program.parameters[name], program.mesh
     first = next((s for s in shards if s is not None), None)
     if first is None:
-        raise VerificationFailed(
-            f"no rank has a gradient of '{name}'", fix=ANOTHER_MESH
-        )
+        raise VerificationFailed(f"no rank has a gradient of '{name}'")
     if whole is None:
         whole = torch.full(spec.part.shape, float("nan"), dtype=first.dtype)
     held_by = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
@@ -314,6 +309,5 @@ def assemble(
         if not relative_error(shard, mine, noise * mine.numel() ** 0.5) <= AGREE:
             raise VerificationFailed(
                 f"rank {rank} has another gradient of '{name}' than its replicas",
-                fix=ANOTHER_MESH,
             )
     return whole

@@ -18,7 +18,6 @@ from autopar.checkpoints.dcp import Piece, State, read_alone
 from autopar.checkpoints.memory import Memory
 from autopar.passes.digest import digest
 from autopar.proof.errors import (
-    ANOTHER_MESH,
     NOISE,
     VerificationFailed,
     as_reals,
@@ -146,8 +145,7 @@ def _save_and_load(
     if lost:
         raise VerificationFailed(
             f"rank {step.comm.rank} does not get '{lost[0]}' back from a checkpoint as "
-            "it was",
-            fix=ANOTHER_MESH,
+            "it was"
         )
     return len(saved)
 

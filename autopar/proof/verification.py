@@ -112,7 +112,6 @@ class Verification:
                 but = f"; rounding cannot be told from a fault: {self.untold}"
             raise VerificationFailed(
                 f"'{name}' differs from the untouched model by {error:.1e}{where}, "
-                f"more than rounding explains ({failed.limits(name)[0]:.0e}){but}",
-                fix="report this model and mesh; another mesh may be right meanwhile",
+                f"more than rounding explains ({failed.limits(name)[0]:.0e}){but}"
             )
         return self

@@ -20,7 +20,8 @@ from sympy import Expr, Integer, Symbol, expand
 from ..cost import flops
 from ..dims.name_dims import Dim, Dims, Named
 from ..dims.origins import Origin
-from ..graph import LAYER, Node, Value, live_in
+from ..graph import Node, Value, live_in
+from ..layers import number_in
 from ..mesh import DATA
 from ..ops.memory import find_owners
 from ..ops.op import op_of
@@ -231,12 +232,10 @@ def _whole(short: ShortModel, of: Callable[[int | None], Expr]) -> Expr:
 
 def _run(short: ShortModel, path: str) -> int | None:
     """Which of the short model's layers a module or parameter is in; None: outside."""
-    layers, _, first = short.starts[0].rpartition(".")
-    match = LAYER.match(path.removeprefix(f"{layers}."))
-    if not first or match is None or not path.startswith(f"{layers}."):
+    layers = short.starts[0].rpartition(".")[0]
+    if (number := number_in(layers, path)) is None:
         return None
-    numbers = [int(start.rpartition(".")[2]) for start in short.starts]
-    return sum(n <= int(match[1]) for n in numbers) - 1
+    return sum(int(s.rpartition(".")[2]) <= number for s in short.starts) - 1
 
 
 def _parameters(short: ShortModel, run: int | None) -> Expr:

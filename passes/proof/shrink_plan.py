@@ -10,7 +10,6 @@ from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
-from ..graph import LAYER
 from ..mesh import PIPELINE, TIME, Mesh
 from ..plan import Plan
 from ..proof.choose_sizes import Candidates, Split
@@ -291,11 +290,3 @@ def _choose_stages(kinds: Sequence[Sequence[object]], plan: Plan) -> list[int]:
         if all(kinds[s] in [kinds[own] for own in new[:count]] for s in rest):
             return [0, *sorted(new[:count]), last]
     return list(range(len(kinds)))
-
-
-def layer_number(path: str, module: str) -> int | None:
-    """3 of `blocks.3.attention`, in the list `blocks`."""
-    match = LAYER.search(module)
-    if match is None or module[: match.start()] != f"{path}.":
-        return None
-    return int(match[1])

@@ -18,6 +18,7 @@ import torch
 from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin
 from ..errors import AutoparError
+from ..layers import Layers, number_in
 from ..mesh import TIME, Mesh
 from ..ops.memory import find_owners
 from ..ops.op import is_view
@@ -44,32 +45,6 @@ class ShardingsDoNotFit(AutoparError):
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Equal runs of layers. path: of their list. period: layers in a run. total: runs
-    in the model, of which the graph has three, or all. rest: layers after them, which
-    belong to the last; then the graph has three."""
-
-    path: str
-    period: int
-    total: int
-    rest: int = 0
-
-    def of(self, module: str) -> int | None:
-        """The run that a module path lies in."""
-        number = self.number(module)
-        if number is None:
-            return None
-        run = number // self.period
-        return min(run, 2) if self.rest else run
-
-    def number(self, module: str) -> int | None:
-        """Returns the number of the layer that a module path lies in."""
-        own = module.removeprefix(self.path + ".").partition(".")[0]
-        inside = module.startswith(self.path + ".") and own.isdigit()
-        return int(own) if inside else None
-
-
-@dataclass(frozen=True)
 class AxisShardings:
     """op_shardings: op -> dim, as plans have them, of the whole model; of_graph: of the
     graph alone. Seconds of one microbatch, with its share of the step's end; memory:
@@ -88,10 +63,10 @@ class AxisShardings:
 
 
 class Axis:
-    """What one axis splits, for any price of bytes. runs: None: there are none."""
+    """What one axis splits, for any price of bytes. layers: that repeat, if any do."""
 
-    def __init__(self, setting: Setting, runs: Runs | None = None) -> None:
-        self.costs, self.runs = OpShardingCosts(setting), runs
+    def __init__(self, setting: Setting, layers: Layers | None = None) -> None:
+        self.costs, self.layers = OpShardingCosts(setting), layers
         self.named, self.axis = self.costs.named, setting.axis
         self.names = name_ops(self.named.graph)
         self.sizes = [len(own) for own in self.costs.choices]
@@ -159,17 +134,18 @@ class Axis:
     @cached_property
     def block(self) -> Block | None:
         """The middle one of three runs, which stands for all but the first and last."""
-        if self.runs is None or self.runs.total < 3:
+        if self.layers is None or self.layers.repeats < 3:
             return None
-        run = [self.runs.of(node.location.module) for node in self.costs.nodes]
+        modules = [node.location.module for node in self.costs.nodes]
+        run = [self.layers.repeat_of(module) for module in modules]
         spans = [{run[i] for i in a.nodes} - {None} for a in self.costs.tables]
         if max((r for r in run if r is not None), default=0) != 2:
-            return None  # the graph has all of its layers
+            return None  # its ops are not those of layers
         met: list[set[OpName]] = [set(), set()]  # next runs, as names in the first
         for amounts, span in zip(self.costs.tables, spans, strict=True):
             if {0, 2} <= span:
                 raise PlanError(
-                    f"layers of '{self.runs.path}' share "
+                    f"layers of '{self.layers.path}' share "
                     f"{self.names[amounts.nodes[0]]}, so each cannot be decided alone",
                     fix="leave the op shardings out",
                 )
@@ -186,16 +162,16 @@ class Axis:
             frozenset(i for i, r in enumerate(run) if r == 1),
             tuple(index[name] for name in ends),
             tuple(index[self.shifted(name, 1)] for name in ends),
-            self.runs.total - 2,
+            self.layers.repeats - 2,
         )
 
     def shifted(self, name: OpName, runs: int) -> OpName:
         """The op's name so many runs later, if it is in one."""
-        assert self.runs is not None
-        number = self.runs.number(name.module)
+        assert self.layers is not None
+        number = number_in(self.layers.path, name.module)
         if number is None:
             return name
-        return name.in_layer(number + runs * self.runs.period)
+        return name.in_layer(number + runs * self.layers.period)
 
     # --- the answer -----------------------------------------------------------------
 
@@ -205,7 +181,7 @@ class Axis:
         if block is None:
             op_shardings = of_graph
         else:
-            assert self.runs is not None
+            assert self.layers is not None
             inside = {self.names[i] for i in block.inner}
             texts_of: dict[int, dict[OpName, str | None]] = {}
             for k, copy in enumerate(chosen.copies):
@@ -216,9 +192,9 @@ class Axis:
                 op_shardings |= {
                     self.shifted(n, k): t for n, t in texts_of[id(copy)].items()
                 }
-            late = self.runs.total - 3  # how much later the third run is
+            late = self.layers.repeats - 3  # how much later the third run is
             op_shardings |= {
-                self.shifted(n, late * (self.runs.of(n.module) == 2)): t
+                self.shifted(n, late * (self.layers.repeat_of(n.module) == 2)): t
                 for n, t in self._texts(chosen.choices).items()
                 if n not in inside
             }
@@ -285,7 +261,7 @@ class OpenPlan:
         named: Named,
         plan: Plan,
         cluster: Cluster,
-        runs: Runs | None = None,
+        layers: Layers | None = None,
         decided: bool = False,
     ) -> None:
         if plan.mesh.size > cluster.devices:
@@ -294,7 +270,7 @@ class OpenPlan:
                 f"{cluster.devices}",
                 fix="describe the whole cluster",
             )
-        self.named, self.cluster, self.runs = named, cluster, runs
+        self.named, self.cluster, self.layers = named, cluster, layers
         self.plan, self.decided = replace(plan, op_shardings={}), decided
         self.residuals = find_residuals(named, plan)
         self._known: list[tuple[str, Mapping[str, object], Axis]] = []
@@ -336,7 +312,7 @@ class OpenPlan:
             min(here.microbatches, here.mesh.pipeline_ranks),
             self.decided,
         )
-        self._known.append((axis, others, Axis(setting, self.runs)))
+        self._known.append((axis, others, Axis(setting, self.layers)))
         return self._known[-1][-1]
 
 
