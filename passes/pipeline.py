@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd
+from math import gcd, prod
 
 from .assemble import assemble
 from .capture.input_ranges import find_input_ranges
@@ -128,10 +128,8 @@ def check_sources(traced: Traced) -> None:
 
 def check_batch(named: Named, plan: Plan, even: bool) -> None:
     """Every microbatch must get a whole, equal part of the batch; and every rank."""
-    parts = plan.microbatches
-    for axis in plan.data_axes:
-        if axis != TIME and even:
-            parts *= plan.size(axis)
+    axes = [a for a in plan.data_axes if even and a != TIME]
+    parts = plan.microbatches * prod(map(plan.size, axes))
     for v in named.graph.inputs:
         first = named.dims[v.name][0] if v.shape else ()
         split = [d for d in first if d.name == "batch"]

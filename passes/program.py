@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .capture.input_ranges import InputRange
+from .dims.name_dims import UNNAMED, dim_text
 from .mesh import PIPELINE, Mesh
 from .part import Part, part_name
 from .plan import Plan
@@ -99,12 +100,12 @@ class ParameterSpec:
 
     @property
     def pattern(self) -> str:
-        """`embed (3 heads/tp head_dim)`."""
-        parts = []
-        for names, slots in zip(self.dims, self.slots, strict=True):
-            named = ["/".join((n, *axes)) for n, axes in zip(names, slots, strict=True)]
-            parts.append(named[0] if len(named) == 1 else f"({' '.join(named)})")
-        return " ".join(p if p != "()" else "1" for p in parts)
+        """`embed (3 heads/tp head_dim)`; a dim without a name shows its extent."""
+        texts = []
+        for sizes, names in zip(self.factors, self.dims, strict=True):
+            own = zip(sizes, names, strict=True)
+            texts.append([str(n) if UNNAMED.fullmatch(d) else d for n, d in own])
+        return " ".join(map(dim_text, texts, self.slots))
 
 
 @dataclass(frozen=True)

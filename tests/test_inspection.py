@@ -23,7 +23,7 @@ from autopar.reports.inspection import (
     stage_table,
 )
 from autopar.reports.memory_table import memory_table
-from autopar.reports.parameters import parameter_table, pattern
+from autopar.reports.parameters import parameter_table
 from autopar.reports.simulation import simulate_program
 from autopar.reports.tables import Table, ranges
 from autopar.runtime.comm.comm import Comm
@@ -45,8 +45,8 @@ def on_paper(program: Program) -> Timeline:
 def test_fused_qkv_is_named_without_invented_names() -> None:
     specs = small_program().parameters
     qkv = specs["blocks.0.attention.qkv.weight"]
-    assert pattern(qkv) == "(3 heads/tp head_dim) embed"
-    assert pattern(specs["blocks.1.mlp.down.weight"]) == "embed ffn/tp"
+    assert qkv.pattern == "(3 heads/tp head_dim) embed"
+    assert specs["blocks.1.mlp.down.weight"].pattern == "embed ffn/tp"
 
 
 def test_equal_layers_are_one_row() -> None:

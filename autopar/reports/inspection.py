@@ -13,6 +13,7 @@ import torch
 
 from autopar.machine.measured_cluster import how_priced, known_cluster
 from autopar.passes.capture.mixed_precision import Stream
+from autopar.passes.graph import LAYER
 from autopar.passes.graph_text import DTYPES
 from autopar.passes.mesh import PIPELINE
 from autopar.passes.price.cluster import Cluster
@@ -23,7 +24,7 @@ from autopar.passes.schedule.simulate_schedule import grid
 from autopar.passes.schedule_stages import estimate_program
 from autopar.reports.memory_table import memory_table
 from autopar.reports.op_sharding_table import op_sharding_table
-from autopar.reports.parameters import LAYER, parameter_table, pattern
+from autopar.reports.parameters import parameter_table
 from autopar.reports.sharing import share_table, shares
 from autopar.reports.simulation import simulate_estimate, simulate_program
 from autopar.reports.tables import Table, ranges
@@ -318,7 +319,7 @@ def _parameter_data(name: str, spec: ParameterSpec) -> Mapping[str, Any]:
     return {
         "parameter": name,
         "shape": list(spec.shape),
-        "dims": pattern(spec),
+        "dims": spec.pattern,
         "pending": list(spec.pending),
         "gathered": list(spec.gathered),
         "stages": list(spec.stages),

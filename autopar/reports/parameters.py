@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
+from autopar.passes.graph import LAYER
 from autopar.passes.program import ParameterSpec, Program
 from autopar.reports.tables import Table, ranges
 
-LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")  # the number in `h.3.attn`
-UNNAMED = re.compile(r"d\d+")
 NAME = 40  # characters of a parameter's name in a line
-
-
-def pattern(spec: ParameterSpec) -> str:
-    """`embed (3 heads/tp head_dim)`: a dim without a name shows its extent."""
-    parts = []
-    for sizes, names, slots in zip(spec.factors, spec.dims, spec.slots, strict=True):
-        factors = [
-            "/".join((str(n) if UNNAMED.fullmatch(name) else name, *axes))
-            for n, name, axes in zip(sizes, names, slots, strict=True)
-        ]
-        text = " ".join(factors) or "1"
-        parts.append(text if len(factors) == 1 else f"({text})")
-    return " ".join(parts)
 
 
 def parameter_table(program: Program, every: bool = False) -> Table:
@@ -37,7 +21,7 @@ def parameter_table(program: Program, every: bool = False) -> Table:
         if layer:
             before, after = name[: layer.start()], name[layer.end() :]
         shape = "x".join(map(str, spec.shape))
-        dims = " ".join([pattern(spec), *(f"+{axis}" for axis in spec.pending)])
+        dims = " ".join([spec.pattern, *(f"+{axis}" for axis in spec.pending)])
         key = (before, after, shape, dims, _gathering(program, spec))
         layers, stages = rows.setdefault(key, ([], set()))
         layers.extend([int(layer[1])] if layer else [])

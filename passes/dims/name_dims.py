@@ -8,9 +8,11 @@ splits it, names every dim of every tensor. GPT-2's fused projection comes out a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 from ..atoms import Atoms
 from ..capture.traced import Traced
@@ -35,6 +37,7 @@ class Dim:
 
 
 Dims = tuple[tuple[Dim, ...], ...]
+UNNAMED = re.compile(r"d\d+")  # a dim that no use gives a name
 # (operand or out, tensor dim, factor in that dim): where a named dim sits.
 Place = tuple[int, int, int]
 
@@ -81,9 +84,7 @@ class Named:
             *(o for n in self.graph.nodes for o in n.results),
         ]:
             for extent, dims in zip(v.shape, self.dims[v.name], strict=True):
-                size = 1
-                for d in dims:
-                    size *= d.size
+                size = prod(d.size for d in dims)
                 assert size == extent, f"%{v.name}: {self.pattern(v)} is not {v.shape}"
         return self
 
@@ -93,11 +94,14 @@ class Named:
 
 def pattern(dims: Dims) -> str:
     """Writes dims as in rules: `batch seq (heads head_dim)`."""
-    parts = []
-    for factors in dims:
-        names = " ".join(d.name for d in factors)
-        parts.append(names if len(factors) == 1 else f"({names})" if names else "1")
-    return " ".join(parts)
+    return " ".join(dim_text([d.name for d in own], [()] * len(own)) for own in dims)
+
+
+def dim_text(names: Sequence[str], slots: Sequence[Sequence[str]]) -> str:
+    """`(3 heads/tp head_dim)`: a dim by its factors' names, each with the axes that
+    split it."""
+    texts = ["/".join((name, *axes)) for name, axes in zip(names, slots, strict=True)]
+    return texts[0] if len(texts) == 1 else f"({' '.join(texts)})" if texts else "1"
 
 
 def name_dims(traced: Traced) -> Named:

@@ -9,13 +9,13 @@ from functools import lru_cache
 from itertools import combinations, zip_longest
 from math import prod
 
+from ..dims.name_dims import UNNAMED
 from ..graph import LAYER
 from ..program import ParameterSpec, Program, StageSpec
 from ..proof.extents import Product
 
 Factors = tuple[Product, ...]
 PIECE = re.compile(r"\[(?::,)*\d+:\d+\]")
-UNNAMED = re.compile(r"^d\d+$")
 
 
 def find_other_spec(
@@ -153,7 +153,9 @@ def _kind(name: str) -> str:
 
 def _facts(spec: ParameterSpec) -> object:
     """All but sizes, and the names of stages."""
-    dims = tuple(tuple("" if UNNAMED.match(d) else d for d in dim) for dim in spec.dims)
+    dims = tuple(
+        tuple("" if UNNAMED.fullmatch(d) else d for d in dim) for dim in spec.dims
+    )
     several = len(spec.stages) > 1
     trained = spec.trainable and bool(spec.stages)
     return dims, spec.slots, spec.pending, spec.gathered, trained, several, spec.dtype

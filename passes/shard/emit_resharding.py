@@ -5,6 +5,7 @@ A factor of a dim is moved as a dim of its own, with views around the collective
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from ..builder import Builder
@@ -143,19 +144,14 @@ class ReshardEmitter:
         self, v: Value, dims: Dims, sharding: Sharding, where: Location
     ) -> Value:
         """v seen with other named dims, of the same elements in the same order."""
-        shape = []
-        for factors in dims:
-            extent = 1
-            for dim in factors:
-                extent *= dim.size
-            shape.append(extent)
         if dims == self.dims[v.name]:
             return v
         before = self.reshaped.get(v.name)
         if before is not None and self.dims[before.name] == dims:
             return before
+        shape = tuple(prod(dim.size for dim in factors) for factors in dims)
         op = "aten.reshape.default"
-        out = self.emit(op, v, (tuple(shape),), where, sharding, tuple(shape), dims)
+        out = self.emit(op, v, (shape,), where, sharding, shape, dims)
         self.reshaped[out.name] = v
         return out
 

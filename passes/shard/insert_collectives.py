@@ -263,9 +263,7 @@ class _Lowering(ReshardEmitter):
 
     def share_out(self, v: Value, axes: list[str], where: Location) -> Value:
         """R -> P: each of n ranks holds 1/n of the value."""
-        parts = 1
-        for axis in axes:
-            parts *= self.plan.size(axis)
+        parts = prod(map(self.plan.size, axes))
         have = self.shardings[v.name]
         pending = {**dict(have.pending), **dict.fromkeys(axes, "sum")}
         out = have.with_pending(pending).with_varying(have.varying - set(axes))

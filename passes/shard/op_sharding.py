@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from ..dims.name_dims import Dim, Factor
 from ..graph import Node
@@ -35,15 +36,12 @@ class Allowed:
     ) -> bool:
         """Whether every rank of the axis gets a part of the dim. op_shardings: on
         other axes."""
-        parts = self.sizes[axis]
-        for other, op_sharding in op_shardings.items():
-            if (
-                other != axis
-                and isinstance(op_sharding, Factor)
-                and op_sharding.dim == dim
-            ):
-                parts *= self.sizes[other]
-        return dim.size >= parts
+        axes = {axis} | {
+            other
+            for other, own in op_shardings.items()
+            if isinstance(own, Factor) and own.dim == dim
+        }
+        return dim.size >= prod(self.sizes[a] for a in axes)
 
     def may_pass(self, axis: str, node: Node, pending: Sequence[bool]) -> bool:
         """Pending sums travel on towards the loss; elsewhere they are resolved."""

@@ -11,21 +11,18 @@ more. null is whole. A dim without a name of its own is `#2`, the op's third.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from ..dims.name_dims import Factor, Named
+from ..dims.name_dims import UNNAMED, Factor, Named
 from ..dims.origins import Origin
 from ..graph import LAYER, Graph, short
 from ..plan import Plan, PlanError, Preference
 from ..shard.alternatives import alternative_factors
 from ..shard.op_sharding import Allowed, OpSharding
-
-UNNAMED = re.compile(r"d\d+")
 
 
 class OpName(NamedTuple):

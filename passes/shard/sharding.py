@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ..dims.name_dims import Dims
+from ..dims.name_dims import Dims, dim_text
 from ..graph_text import name_text, read_name
 from ..shard.resharding import MAX, P, R, State, V
 
@@ -133,14 +133,9 @@ class Sharding(NamedTuple):
 
     def text(self, dims: Dims) -> str:
         """`[batch/dp, (seq/tp heads), embed] +tp`; `[tokens/ep, embed] by expert`."""
-        parts = []
-        for factors, slots in zip(dims, self.slots, strict=True):
-            names = [
-                "/".join((d.name, *axes))
-                for d, axes in zip(factors, slots, strict=True)
-            ]
-            parts.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
-        text = f"[{', '.join('1' if p == '()' else p for p in parts)}]"
+        parts = zip(dims, self.slots, strict=True)
+        texts = (dim_text([d.name for d in own], slots) for own, slots in parts)
+        text = f"[{', '.join(texts)}]"
         for axis, op in self.pending:
             text += f" +{axis}" if op == "sum" else f" {op}:{axis}"
         return f"{text} by expert" if self.route else text

@@ -53,8 +53,7 @@ class Function:
             return self.names[v.name]
         if v.name in self.tables:
             return self.tables[v.name]
-        if v.name not in self.names:
-            self.names[v.name] = self.fresh(self.between.nickname(v.name))
+        self.names[v.name] = self.fresh(self.between.nickname(v.name))
         return self.names[v.name]
 
     def fresh(self, wanted: str) -> str:

@@ -14,7 +14,6 @@ from autopar.passes.program import ParameterSpec, Program
 from autopar.reports.html.observe import Made, Seen, observe
 from autopar.reports.html.statements import Dims, Module, Statement, read_module
 from autopar.reports.inspection import first_rank
-from autopar.reports.parameters import pattern
 
 PHASES = {
     "forward": ("forward",),
@@ -175,7 +174,7 @@ class _Grid:
         if match := PARAMETER.match(read):
             name = match[1].replace("{i}", "0").replace("{", "").replace("}", "")
             spec = self.specs.get(name)
-            return pattern(spec) if spec else ""
+            return spec.pattern if spec else ""
         made = self.seen.read.get(read)
         dims_read = self.fitting(self.module.gathered, made)
         return " ".join(dims_read.parts) if dims_read else ""
