@@ -105,7 +105,8 @@ class Account(Amounts):
     """What a stage's rank does and holds, in seconds and bytes.
 
     forward, backward (its input half) and weight (its other half): each of one
-    microbatch; step: once a step. held: of all parameters; experts: of those that ep
+    microbatch; step: once a step; casts: what of that casts parameters to another
+    precision. held: of all parameters; experts: of those that ep
     splits; tied: of those that the model's other end uses as well, see `once_a_rank`.
     residuals, weight_residuals, whole (for a step), edges, received, sent: as in
     `passes.schedule.footprint.Footprint`; gathered: of what is whole, parameters.
@@ -118,6 +119,7 @@ class Account(Amounts):
     backward: PartCost = PartCost()
     weight: PartCost = PartCost()
     step: PartCost = PartCost()
+    casts: PartCost = PartCost()
     held: Held = Held()
     experts: Held = Held()
     tied: Held = Held()

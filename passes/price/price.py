@@ -18,6 +18,7 @@ from ..price.fusion import fused_traffic
 from ..price.measured import BETWEEN, BEYOND, MEASURED, SOURCES, TABLE, between
 from ..price.price_memory import with_held
 from ..shard.collectives import collective, contributed_bytes
+from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
 
 
@@ -42,7 +43,9 @@ def compute(local: LocalStage, device: Device) -> Account:
     )
     trained = [v for v in local.params if v.name in local.grads and device.ops.update]
     update = sum(between(device.ops.update, v.bytes)[0] for v in trained)
-    return Account(update=update).with_parts(
+    made = find_casts(local.prologue, local.params)
+    casts = [n for n in local.prologue if any(v.name in made for v in n.results)]
+    return Account(update=update, casts=compute_part(casts, device)).with_parts(
         *(compute_part(ns, device, {v.name for v in out}) for ns, out in parts)
     )
 
@@ -96,8 +99,9 @@ def compute_part(
 
 def retimed(account: Account, device: Device) -> Account:
     """The account with seconds of a device of the same peak, but other efficiencies."""
-    parts = (*account.microbatch.values(), account.step)
-    return account.with_parts(*(retimed_part(part, device) for part in parts))
+    parts = (*account.microbatch.values(), account.step, account.casts)
+    *others, casts = (retimed_part(part, device) for part in parts)
+    return account.with_parts(*others).changed(casts=casts)
 
 
 def retimed_part(part: PartCost, device: Device) -> PartCost:

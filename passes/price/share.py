@@ -18,6 +18,7 @@ from ..mesh import AXES, Mesh
 from ..price.account import Account, Alive, Held, PartCost
 from ..price.candidate import Candidate
 from ..price.cluster import Device
+from ..price.price import retimed_part
 from ..stage.blocks import BlockMessages
 
 
@@ -124,7 +125,8 @@ class _Shares:
         what comes of a scatter is added to the shares, block by block. Where gradients
         leave with each microbatch, products add theirs to what is set to 0 before."""
         zero, account = self.zero, self.account
-        parts = {**account.microbatch, "step": account.step}
+        step = account.step + self.casts_less(device)
+        parts = {**account.microbatch, "step": step}
         among = self.candidate.data_parallel > 1
         for name, part in account.microbatch.items() if zero > 1 else ():
             parts[name] = part.changed(alive=Alive(part.alive.of(zero, among)))
@@ -147,6 +149,13 @@ class _Shares:
             seconds = device.launch * launches + moved / speed
             parts[where] = _with(parts[where], moves, launches, moved, seconds)
         return parts.values()
+
+    def casts_less(self, device: Device) -> PartCost:
+        """What casts of shares take less than those of whole parameters: as many are
+        launched."""
+        whole = self.account.held.cast
+        less = self.account.casts * (self.held.cast / whole - 1 if whole else 0.0)
+        return retimed_part(less.changed(launches=0.0), device)
 
     def calls(self, sent: BlockMessages, tied_too: bool) -> float:
         """Messages of a part by block; a weight of both ends of the model is one by
