@@ -27,7 +27,7 @@ from autopar.passes.plan import (
 )
 from autopar.passes.price.cluster import ClusterError
 from autopar.passes.program import Program
-from autopar.passes.ranges import RANGES, check_range, shown
+from autopar.passes.ranges import RANGES, check_choice, check_range, shown
 from autopar.passes.schedule.make_schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -250,11 +250,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
         for axis in TENSOR_AXES:
             split[axis] = tuple(d for d in split[axis] if d != "seq")
     context_parallel = decisions.pop("context_parallel", usual("context_parallel"))
-    if context_parallel not in tuple(CONTEXT_PARALLEL):
-        raise PlanError(
-            f"context_parallel={context_parallel!r}",
-            fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
-        )
+    check_choice("context_parallel", context_parallel, CONTEXT_PARALLEL, PlanError)
     split |= dict.fromkeys(CONTEXT_AXES, CONTEXT_PARALLEL[context_parallel])
     where = read_mesh(mesh)
     layout = decisions.pop("cp_layout", None)
@@ -290,10 +286,7 @@ def _zigzag(
     context_parallel: str, layout: str | None, balances: bool
 ) -> tuple[str, ...]:
     """The axes in zigzag: cp, if asked for, or if it `balances` and nothing is."""
-    if layout not in (None, *LAYOUTS):
-        raise PlanError(
-            f"cp_layout={layout!r}", fix=f"use one of {', '.join(map(repr, LAYOUTS))}"
-        )
+    check_choice("cp_layout", layout, (None, *LAYOUTS), PlanError)
     if context_parallel == "ulysses" and layout == "zigzag":
         raise PlanError(
             "cp_layout='zigzag' balances nothing with context_parallel='ulysses', "

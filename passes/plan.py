@@ -14,7 +14,7 @@ from .cost import Seconds
 from .decode import decode, parse_json
 from .errors import AutoparError
 from .mesh import AXES, PIPELINE, TIME, Mesh, usual_split
-from .ranges import check_range, shown
+from .ranges import check_choice, check_range, shown
 from .recompute.recompute import POLICIES
 from .schedule.fit_schedule import Limits, fit_schedule
 from .schedule.footprint import Footprint
@@ -54,10 +54,6 @@ AUTO = "auto"
 # Inductor makes of them, see `autopar.runtime.execute.inductor`; "auto": what is faster
 # on the device at hand.
 BACKENDS = ("eager", "inductor")
-
-# Stages of ZeRO: see `passes.shard.parameter_sharding`.
-ZERO = (0, 1, 2, 3)
-
 
 # What is computed in, while parameters and their gradients stay as they are. "model":
 # what the model has; "bf16" and "fp16": products, as under torch.autocast, see
@@ -167,16 +163,8 @@ class Plan:
                     f"zigzag has {axis!r}, which splits no sequence",
                     fix="name axes that split one, as in ('cp',)",
                 )
-        if self.precision not in tuple(PRECISION):  # what is no text has no hash
-            raise PlanError(
-                f"precision={self.precision!r}",
-                fix=f"use one of {', '.join(map(repr, PRECISION))}",
-            )
-        if self.backend not in (*BACKENDS, AUTO):
-            raise PlanError(
-                f"backend={self.backend!r}",
-                fix=f"use one of {', '.join(map(repr, (*BACKENDS, AUTO)))}",
-            )
+        check_choice("precision", self.precision, PRECISION, PlanError)
+        check_choice("backend", self.backend, (*BACKENDS, AUTO), PlanError)
         self._check_shares()
 
     def _check_axes(self) -> None:
@@ -211,17 +199,9 @@ class Plan:
             )
 
     def _check_recompute(self) -> None:
-        if self.recompute not in (*POLICIES, AUTO):
-            raise PlanError(
-                f"recompute={self.recompute!r}",
-                fix=f"use one of {', '.join(map(repr, (*POLICIES, AUTO)))}",
-            )
+        check_choice("recompute", self.recompute, (*POLICIES, AUTO), PlanError)
         for layer, policy in self.recompute_layers.items():
-            if policy not in POLICIES:
-                raise PlanError(
-                    f"recompute_layers of '{layer}' is {policy!r}",
-                    fix=f"use one of {', '.join(map(repr, POLICIES))}",
-                )
+            check_choice(f"recompute_layers[{layer!r}]", policy, POLICIES, PlanError)
         if self.recompute == AUTO and not self.memory:
             raise PlanError(
                 'recompute="auto" needs to know how much memory there is',

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from types import MappingProxyType
@@ -98,6 +98,16 @@ def check_range(name: str, value: object, error: type[AutoparError]) -> None:
     """Raises `error` unless a value is in the range of its name."""
     if value not in RANGES[name]:
         raise error(f"{name}={shown(value)}", fix=f"use {RANGES[name]}")
+
+
+def check_choice(
+    name: str, value: object, choices: Iterable[object], error: type[AutoparError]
+) -> None:
+    """Raises `error` unless a value is one of the choices."""
+    known = tuple(choices)  # not a set: a value of another type may have no hash
+    if value not in known:
+        fix = f"use one of {', '.join(map(repr, known))}"
+        raise error(f"{name}={shown(value)}", fix=fix)
 
 
 def shown(value: object) -> str:

@@ -12,13 +12,12 @@ import torch
 
 from .decode import decode_fields, parse_json
 from .errors import AutoparError
-from .plan import Plan
+from .plan import AGAIN, Plan
 from .program import FORMAT, ParameterSpec, Program, coords_text
 from .schedule.footprint import COMMUNICATION_PARTS
 from .schedule.schedule import Schedule
 
 WHERE = "program.json"
-AGAIN = "compile it again with this version of autopar"
 ELSEWHERE = frozenset({"plan", "modules"})  # in other files
 DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values()
           if isinstance(t, torch.dtype)}  # fmt: skip

@@ -34,7 +34,7 @@ from autopar.passes.errors import (
 )
 from autopar.passes.mesh import AXES, Mesh
 from autopar.passes.pipeline import compile_program
-from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
+from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.schedule.make_schedule import SCHEDULES
@@ -79,7 +79,7 @@ OPTIONS: Choices = {
     ],
     "recompute": lambda v: [*RECOMPUTE, AUTO],
     "memory": lambda v: ["1GiB"] if v["recompute"] == AUTO else [0, "1GiB"],
-    "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
+    "zero": lambda v: [zero for zero in range(4) if shares(v) in (bool(zero), None)],
     "offload": lambda v: [False, True],
     "precision": lambda v: ["model"] * 4 + rounds(v),
     "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],

@@ -16,7 +16,7 @@ from processes import ENVIRONMENT
 
 from autopar.options import LAYOUTS, Options
 from autopar.passes.mesh import AXES, Mesh
-from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
+from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE
 from autopar.passes.schedule.make_schedule import SCHEDULES
 
 
@@ -97,7 +97,7 @@ def test_every_option_of_compile_is_drawn() -> None:
         ("cp_layout", [None, *LAYOUTS]),
         ("recompute", [*RECOMPUTE, AUTO]),
         ("memory", [0, "1GiB"]),
-        ("zero", ZERO),
+        ("zero", range(4)),
         ("offload", [True, False]),
         ("precision", PRECISION),
     ],
@@ -109,7 +109,7 @@ def test_every_value_is_drawn_daily(name, values) -> None:
 def test_every_pair_of_axis_zero_and_schedule_is_drawn() -> None:
     kinds = [
         [("axis", axis) for axis in AXES],
-        [("zero", str(zero)) for zero in ZERO],
+        [("zero", str(zero)) for zero in range(4)],
         [("schedule", name) for name in (*SCHEDULES, AUTO)],
     ]
     pairs = [

@@ -62,7 +62,7 @@ BROKEN = {
     changed(offload=1): "'offload' in the plan is 1",
     changed(memory=-1): "memory=-1",
     changed(recompute="auto"): 'recompute="auto" needs to know',
-    changed(recompute_layers={"h.0": "some"}): "recompute_layers of 'h.0' is 'some'",
+    changed(recompute_layers={"h.0": "some"}): r"recompute_layers\['h.0'\]='some'",
     without("mesh"): "has no mesh",
 }
 
