@@ -4,7 +4,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx
@@ -15,41 +16,21 @@ ROOT = Path(__file__).parents[1]
 # The folders and files of `passes`: what all stand on, the way through the compiler,
 # what finds the best plan for it, and what calls them all.
 PASSES = (
-    "__init__", "errors", "ranges", "atoms", "digest", "nested", "watch", "graph_text",
-    "graph", "builder", "decode", "mesh", "ops", "cost", "layers", "repeat_layers",
-    "part", "capture", "dims", "schedule", "recompute", "plan", "shard",
-    "stage", "price", "search", "proof_record", "program", "proof",
-    "read_program", "schedule_stages", "emit_modules", "assemble", "pipeline"
+    "__init__", "errors", "ranges", "atoms", "digest", "nested", "replaced", "watch",
+    "graph_text", "graph", "builder", "decode", "mesh", "ops", "cost", "layers",
+    "repeat_layers", "part", "capture", "dims", "schedule", "recompute", "plan",
+    "shard", "stage", "price", "search", "proof_record", "program", "proof",
+    "read_program", "schedule_stages", "emit_modules", "assemble", "pipeline",
 )  # fmt: skip
 # The rooms of `autopar`, and files that are one; the API and its own name come last.
 ROOMS = (
-    *(
-        "version",
-        "gc_paused",
-        "own_modes",
-        "read_file",
-        "units",
-        "terminal",
-        "progress",
-        "unlike_module",
-        "runtime.kernels",
-        "runtime.comm",
-    ),
-    *("runtime.parameters", "runtime.agreement", "runtime.execute", "runtime.launch"),
-    *("machine", "options", "capture", "models", "local_batches", "checkpoints"),
-    *(
-        "held_state",
-        "rank_step",
-        "measure",
-        "proof",
-        "verify",
-        "compiler",
-        "other_shapes",
-        "plans",
-    ),
-    *("planner", "step", "training", "reports", "__init__", "commands", "cli"),
-    "__main__",
-)
+    "version", "gc_paused", "own_modes", "read_file", "units", "terminal", "progress",
+    "unlike_module", "runtime.kernels", "runtime.comm", "runtime.parameters",
+    "runtime.agreement", "runtime.execute", "runtime.launch", "machine", "options",
+    "capture", "models", "local_batches", "checkpoints", "held_state", "rank_step",
+    "measure", "proof", "verify", "compiler", "other_shapes", "plans", "planner",
+    "step", "training", "reports", "__init__", "commands", "cli", "__main__",
+)  # fmt: skip
 # What `passes` must not reach: processes, clocks, files, the environment, chance.
 EFFECTS = {
     "asyncio", "autopar", "concurrent", "datetime", "examples", "glob", "importlib",
@@ -91,12 +72,12 @@ def within(name: str, roots: set[str]) -> bool:
     return any(".".join(parts[: i + 1]) in roots for i in range(len(parts)))
 
 
-def impure(tree: ast.AST) -> list[tuple[int, str]]:
+def impure(names: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
     """What a file of `passes` uses and must not."""
     harmless = {name for name in HARMLESS if "." in name}
     return [
         (line, name)
-        for line, name in used(tree)
+        for line, name in names
         if name in BUILTINS or (within(name, EFFECTS) and name not in HARMLESS)
         if not within(name, {COMPILER, *harmless})
     ]
@@ -122,6 +103,11 @@ def parse(path: Path) -> ast.Module:
     return tree
 
 
+@cache
+def used_in(path: Path) -> tuple[tuple[int, str], ...]:
+    return tuple(used(parse(path)))
+
+
 @pytest.mark.slow
 def test_the_compiler_stands_without_the_rest() -> None:
     """It names its own files from where they are, and imports nothing of autopar."""
@@ -139,7 +125,7 @@ def test_a_place_of_passes_imports_those_before_it(place: str) -> None:
     after = {f"{COMPILER}.{name}" for name in PASSES[PASSES.index(place) + 1 :]}
     folder = ROOT / "passes" / place
     for path in sources(folder) if folder.is_dir() else [folder.with_suffix(".py")]:
-        assert [name for _, name in used(parse(path)) if within(name, after)] == []
+        assert [name for _, name in used_in(path) if within(name, after)] == []
 
 
 def test_all_of_passes_has_a_place() -> None:
@@ -198,9 +184,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert [*networkx.simple_cycles(graph)] == []
 
 
-@pytest.mark.parametrize("path", sources("passes"), ids=lambda path: path.name)
-def test_passes_have_no_effects(path: Path) -> None:
-    assert impure(parse(path)) == []
+def test_passes_have_no_effects() -> None:
+    found = {str(path): impure(used_in(path)) for path in sources("passes")}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def nodes(*folders: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yields what stands in our files, with its place."""
+    for path in (path for folder in folders for path in sources(folder)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
 
 
 @pytest.mark.slow
@@ -208,10 +201,8 @@ def test_names_say_what_they_are_of() -> None:
     """`found`, `given`, `said` and `what` are no names: what was found has one."""
     vague = {"found", "given", "said", "things", "stuff", "what"}
     named = {
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for folder in ("passes", "autopar", "examples")
-        for path in sources(folder)
-        for node in ast.walk(parse(path))
+        place
+        for place, node in nodes("passes", "autopar", "examples")
         if isinstance(node, ast.Name | ast.arg | ast.Attribute)
         and vague & {getattr(node, field, "") for field in ("id", "arg", "attr")}
     }
@@ -225,10 +216,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     """ "Of a rank, exactly." is a riddle."""
     without = {
-        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-        for folder in ("passes", "autopar", "examples")
-        for path in sources(folder)
-        for node in ast.walk(parse(path))
+        place
+        for place, node in nodes("passes", "autopar", "examples")
         if isinstance(node, DOCUMENTED)
         and (ast.get_docstring(node) or "").startswith("Of ")
     }
@@ -264,7 +253,7 @@ def test_public_functions_and_classes_have_docstrings() -> None:
     ],
 )
 def test_an_effect_is_seen(text: str, name: str) -> None:
-    assert name in [found for _, found in impure(ast.parse(text))]
+    assert name in [found for _, found in impure(used(ast.parse(text)))]
 
 
 @pytest.mark.parametrize(
@@ -277,16 +266,16 @@ def test_an_effect_is_seen(text: str, name: str) -> None:
     ],
 )
 def test_what_is_pure_passes(text: str) -> None:
-    assert impure(ast.parse(text)) == []
+    assert impure(used(ast.parse(text))) == []
 
 
-@pytest.mark.parametrize("path", sources("autopar"), ids=lambda path: path.name)
-def test_autopar_does_not_import_its_examples(path: Path) -> None:
-    assert [name for _, name in used(parse(path)) if within(name, {"examples"})] == []
+def test_autopar_does_not_import_its_examples() -> None:
+    used_by = ((path, name) for path in sources("autopar") for _, name in used_in(path))
+    assert [own for own in used_by if within(own[1], {"examples"})] == []
 
 
 def test_the_example_model_knows_nothing_of_us() -> None:
-    names = {name for _, name in used(parse(ROOT / "examples/gpt.py"))}
+    names = {name for _, name in used_in(ROOT / "examples/gpt.py")}
     assert "torch.nn" in names
     assert [name for name in names if within(name, {"autopar"})] == []
 

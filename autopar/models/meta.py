@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.passes.replaced import replaced
+
 
 class _BigOnMeta(TorchFunctionMode):
     """Sends big tensors that have no content yet to the meta device.
@@ -63,12 +65,9 @@ def parameters_on_meta() -> Iterator[Callable[[nn.Module], None]]:
             param = param if param.is_meta else _to_meta(param)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta
-    try:
-        with _BigOnMeta():
-            yield _finish
-    finally:
-        nn.Module.register_parameter = register
+    own = replaced(nn.Module, "register_parameter", register_on_meta)
+    with own, _BigOnMeta():
+        yield _finish
 
 
 @contextmanager

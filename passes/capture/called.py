@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..capture.on_meta import counts_rows
 from ..layers import FIRST
 from ..nested import tensors
+from ..replaced import replaced
 
 Call = tuple[Hashable, ...]
 
@@ -144,13 +145,9 @@ class Calls(TorchFunctionMode):
             self.parts[-1].append(("autocast",))
             return leave(region, *error)
 
-        setattr(torch.autocast, "__enter__", entered)  # noqa: B010
-        setattr(torch.autocast, "__exit__", left)  # noqa: B010
-        try:
+        entering = replaced(torch.autocast, "__enter__", entered)
+        with entering, replaced(torch.autocast, "__exit__", left):
             yield
-        finally:
-            setattr(torch.autocast, "__enter__", enter)  # noqa: B010
-            setattr(torch.autocast, "__exit__", leave)  # noqa: B010
 
     def beginning(self, part: int) -> Callable[..., None]:
         """A hook that begins a part."""

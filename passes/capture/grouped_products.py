@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, _meta_registrations
 
+from ..replaced import replaced
+
 RULE = "_meta_grouped_mm_common"
 OF_SHAPES = "_create_grouped_mm_output_tensor"
 TAKEN = (torch.float32, torch.float16)
@@ -32,8 +34,5 @@ def shapes_of_grouped_products() -> Iterator[None]:
             return rule(mat_a, mat_b, *args, **kwargs)
         return shapes(mat_a, mat_b, kwargs["offs"], kwargs["out_dtype"])
 
-    try:
-        names[RULE] = wider
+    with replaced(_meta_registrations, RULE, wider):
         yield
-    finally:
-        names[RULE] = rule

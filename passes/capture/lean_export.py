@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._traceback import CapturedTraceback
 
 from ..capture.user_frames import TORCH, is_users
+from ..replaced import replaced
 
 FORWARD = "forward"
 PYTHON = os.path.dirname(inspect.__file__) + os.sep
@@ -73,10 +74,6 @@ def folder_of(file: str) -> str:
 @contextmanager
 def lean_export() -> Iterator[None]:
     """Within, torch.export.export makes less; a program's graph is the same."""
-    before = vars(proxy).get("CapturedTraceback")
-    try:
-        proxy.CapturedTraceback = UserFrames
-        with _use_lazy_graph_module(True):
-            yield
-    finally:
-        proxy.CapturedTraceback = before
+    frames = replaced(proxy, "CapturedTraceback", UserFrames)
+    with frames, _use_lazy_graph_module(True):
+        yield

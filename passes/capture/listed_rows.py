@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.numbers_present import PresentNumbers
 from ..capture.user_frames import asked_by_user
 from ..capture.values_read import has_shape, is_unknown, read_here
+from ..replaced import replaced
 
 INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 
@@ -55,11 +56,8 @@ def rows_listed(
             return ListedRows(x)
         return counts(usual(x), x) if integers and is_unknown(x) else usual(x)
 
-    FakeTensor.tolist = tolist
-    try:
+    with replaced(FakeTensor, "tolist", tolist):
         yield
-    finally:
-        FakeTensor.tolist = usual
 
 
 def with_rows(func: Any, args: Sequence[Any]) -> Sequence[Any]:

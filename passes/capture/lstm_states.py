@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch._decomp import decompositions
 
+from ..replaced import replaced
+
 
 @contextmanager
 def lstm_states_shaped() -> Iterator[None]:
@@ -23,8 +25,5 @@ def lstm_states_shaped() -> Iterator[None]:
         pairs = zip(last, first, strict=True)
         return out, tuple(state.reshape(like.shape) for state, like in pairs)
 
-    decompositions.one_layer_lstm = one_layer
-    try:
+    with replaced(decompositions, "one_layer_lstm", one_layer):
         yield
-    finally:
-        decompositions.one_layer_lstm = usual

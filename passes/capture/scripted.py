@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
+from ..replaced import replaced
 
 
 @contextmanager
@@ -32,11 +33,8 @@ def scripts_as_python() -> Iterator[None]:
             known[id(function)] = function, _made_of(function, usual)
         return known[id(function)][1](*args, **kwargs)
 
-    functions.__call__ = call
-    try:
+    with replaced(functions, "__call__", call):
         yield
-    finally:
-        functions.__call__ = usual
 
 
 def _made_of(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
