@@ -130,9 +130,6 @@ class Seconds(Amounts):
         return self.forward + self.backward
 
 
-NOTHING = Seconds()
-
-
 def weights_of(node: Node) -> frozenset[str]:
     """Names of the operands whose gradients can wait: weights, by their place."""
     names = op_of(node).weights

@@ -25,9 +25,6 @@ MOST_INT = 1 << 30  # above it, an integer is "to the end"
 # --- numbers ------------------------------------------------------------------------
 
 
-SCALED = (".mul_", ".div_", "torch.mul", "torch.div", ".mul", ".div")
-
-
 def scale_lost(place: Place) -> Iterator[str | None]:
     for call in calls(
         place, ".mul_", ".div_", "torch.mul", "torch.div", ".mul", ".div"

@@ -301,12 +301,12 @@ def test_shares_that_nodes_replicate_are_gathered_inside_of_them() -> None:
     [
         ({"mesh": Mesh.parse("dp=3")}, "no mesh of 8 devices with dp=3"),
         ({"shape": (3, 2)}, "no mesh of 8 devices with axes of 3, 2"),
-        ({"schedules": ("zb-v",), "stages_per_rank": (3,)}, "is as the options decide"),
+        ({"schedule": ("zb-v",), "stages_per_rank": (3,)}, "is as the options decide"),
         ({"microbatches": 5}, "is as the options decide"),
     ],
 )
 def test_nothing_to_choose_from(decided: dict[str, Any], says: str) -> None:
-    mesh = {"mesh": Mesh.parse("pp=2")} if "schedules" in decided else {}
+    mesh = {"mesh": Mesh.parse("pp=2")} if "schedule" in decided else {}
     with pytest.raises(PlanError, match=says):
         find_plans(of(), cluster_of("8xA100-80GB"), SAMPLES, **{**mesh, **decided})
 

@@ -7,7 +7,7 @@ from models import gpt2, llama, plain_gpt
 
 from autopar.passes.errors import HintError, ShardingConflict
 
-UP, HEAD = "blocks.*.mlp.up.weight", "head.weight"
+UP = "blocks.*.mlp.up.weight"
 
 
 def test_a_hint_splits_a_parameter_and_the_result_stays():

@@ -25,7 +25,7 @@ from autopar.planner.planner import (
 )
 
 BATCH = 16
-PLAIN = {"schedules": ("1f1b",)}  # which keeps the least
+PLAIN = {"schedule": ("1f1b",)}  # which keeps the least
 
 
 @cache
@@ -62,8 +62,8 @@ def small(memory: float, devices: int = 2) -> Cluster:
 @cache
 def frugal(*schedules: str) -> float:
     """Bytes of the plan that needs the least, by running all of them on paper."""
-    wanted = schedules or PLAIN["schedules"]
-    space = make_space(of(), small(80e9), BATCH, schedules=wanted)
+    wanted = schedules or PLAIN["schedule"]
+    space = make_space(of(), small(80e9), BATCH, schedule=wanted)
     peaks = []
     for candidate in candidates(space):
         if ranked := rough(candidate, space, prices()):

@@ -56,7 +56,7 @@ def test_what_is_left_to_the_planner() -> None:
         assert sizes and sizes.shape == (4, 2) and sizes.cluster.devices == 8
     limited = plan_request(2, {"memory": "1GB", "schedule": "auto"})
     assert limited and limited.limited.device.memory == 1e9
-    assert "schedules" not in limited.space
+    assert "schedule" not in limited.space
 
 
 @pytest.mark.parametrize(

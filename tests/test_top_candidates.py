@@ -104,7 +104,7 @@ def test_cuts_are_near_the_best_of_all(schedule: str, microbatches: int) -> None
     """Few microbatches want stages that are alike; many want ranks that are."""
     cluster, mesh = slow(2), Mesh.parse("pp=2")
     prices = make_prices(of(), cluster)
-    wishes = {"schedules": (schedule,), "stages_per_rank": (2,), "recompute": ("none",)}
+    wishes = {"schedule": (schedule,), "stages_per_rank": (2,), "recompute": ("none",)}
     wishes |= {"microbatches": microbatches}
     found = find_plans(of(), cluster, SAMPLES, mesh, **wishes).best[0]
     every = [
@@ -228,7 +228,7 @@ def test_a_made_schedule_runs_on_paper_as_it_was_estimated() -> None:
 
 
 def test_a_schedule_that_is_decided_stays() -> None:
-    found = find_plans(of(), slow(2), SAMPLES, Mesh.parse("pp=2"), schedules=("1f1b",))
+    found = find_plans(of(), slow(2), SAMPLES, Mesh.parse("pp=2"), schedule=("1f1b",))
     assert {e.candidate.schedule for e in found.best} == {"1f1b"}
 
 

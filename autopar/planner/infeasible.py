@@ -18,8 +18,6 @@ from autopar.passes.search.search import Ranking, run_on_paper
 
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
 TRIED = 3  # of the most frugal candidates
-# Fields of a `Space` that wishes decide -> the options of `autopar.options.Options`.
-OPTIONS = {"schedules": "schedule", "shape": "the mesh", "mesh": "the mesh"}
 
 
 class Infeasible(PlanError):
@@ -68,7 +66,7 @@ def _way_out(
     for name in wishes:
         others = {k: v for k, v in wishes.items() if k != name}
         if fitting := frugal(space_of(cluster, others), prices):
-            option = OPTIONS.get(name, name)
+            option = "the mesh" if name in ("shape", "mesh") else name
             return f"leave {option} to the planner: {_told(fitting)}; {larger}"
     for times in TIMES:
         more = with_devices(cluster, times * cluster.devices)
@@ -86,8 +84,8 @@ def frugal(space: Space, prices: Prices) -> Estimate | None:
 
     Unless a schedule is decided it is 1F1B, which keeps the least.
     """
-    if len(space.schedules) > 1:
-        space = replace(space, schedules=(USUAL_SCHEDULE,))
+    if len(space.schedule) > 1:
+        space = replace(space, schedule=(USUAL_SCHEDULE,))
     limit = space.cluster.device.memory
     ranked = [r for c in candidates(space) if (r := rough(c, space, prices))]
     for _, _, candidate in sorted(ranked, key=lambda r: r[1])[:TRIED]:

@@ -23,14 +23,8 @@ from autopar.passes.plan import AUTO, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.ranges import RANKS, shown
 
-# What a search chooses among -> the field of `passes.search.candidates.Space`.
-ONE_OF = {
-    "schedule": "schedules",
-    "stages_per_rank": "stages_per_rank",
-    "recompute": "recompute",
-    "zero": "zero",
-    "context_parallel": "context_parallel",
-}
+# What a search chooses among: the fields of `passes.search.candidates.Space` that list.
+ONE_OF = ("schedule", "stages_per_rank", "recompute", "zero", "context_parallel")
 
 
 @dataclass(frozen=True)
@@ -93,11 +87,8 @@ class PlanRequest:
     @property
     def space(self) -> dict[str, Any]:
         """Fields of a `Space` that are decided."""
-        fields: dict[str, Any] = {"mesh": self.mesh, "shape": self.shape}
-        for name, value in self.decided.items():
-            choices = (value,) if name in ONE_OF else value
-            fields[ONE_OF.get(name, name)] = choices
-        return fields
+        decided = {k: (v,) if k in ONE_OF else v for k, v in self.decided.items()}
+        return {"mesh": self.mesh, "shape": self.shape, **decided}
 
 
 def plan_request(

@@ -7,11 +7,10 @@ each, masks attention by them in its own way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from autopar.local_batches import Inputs
 from autopar.models.load import ModelError
 from autopar.training.tokens import DataError
 
@@ -20,7 +19,6 @@ MASK = ("attention_mask",)
 POSITIONS = ("position_ids", "positions")
 DOCUMENTS = ("document_ids", "doc_ids", "segment_ids", "sequence_ids")
 ROLES = (*LABELS, *MASK, *POSITIONS, *DOCUMENTS)
-Inputs = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def check_fields(inputs: Inputs, end: int | None) -> None:

@@ -170,9 +170,8 @@ class TurnBatch:
             raise TurnsDiffer
         first = table[node.operands[0].name]
         kind = op_of(node)
-        if isinstance(first, Places) and (
-            kind.elements in ("same", "cast") or kind.view in ("shape", "copies")
-        ):
+        shown = kind.stays or kind.view in ("shape", "copies")
+        if shown and isinstance(first, Places):
             return first, dim
         if any(isinstance(x, Accumulated) for x in table.values()):
             return self._added(node, table), dim

@@ -27,7 +27,6 @@ Parts = tuple[Part, ...]  # the outermost first
 NUMBERS = -1  # the stride of the dim of a mask that has one for each number
 REPEATED = "aten.repeat_interleave.self_Tensor"
 LOSSY = (torch.bool, torch.float16, torch.bfloat16)  # which not all numbers survive
-KEPT = ("same", "cast")  # elements of the operand, each at its place
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def find_match(v: Value, made: Mapping[str, Node]) -> Match | None:
         return Match(choices, (*dims, ((NUMBERS, v.shape[-1]),)))
     if node.name == "aten.scatter":
         return _scattered(node, made)
-    same = kind.elements in KEPT or _is_not_zero(node)
+    same = kind.stays or _is_not_zero(node)
     reduces = node.name == "aten.any" or node.name in ("aten.sum", "aten.amax")
     shows = kind.view in ("shape", "order")
     picks = node.name in ("aten.select", "aten.unbind")
@@ -90,9 +89,9 @@ def find_choices(v: Value, made: Mapping[str, Node]) -> tuple[Value, tuple[Parts
     if node is not None and node.operands:
         x, kind = node.operands[0], op_of(node)
         exact = not x.dtype.is_floating_point and x.dtype != torch.bool
-        if exact and (kind.elements in KEPT or kind.view in ("shape", "order")):
+        if exact and (kind.stays or kind.view in ("shape", "order")):
             choices, dims = find_choices(x, made)
-            after = dims if kind.elements in KEPT else seen(node, dims)
+            after = dims if kind.stays else seen(node, dims)
             if after is not None:
                 return choices, after
     strides = [math.prod(v.shape[d + 1 :]) for d in range(len(v.shape))]
@@ -122,7 +121,7 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     shows = kind.view in ("shape", "order", "part", "copies") or kind.values == "moved"
     takes = node.name in ("aten.gather", "aten.index")  # some of the operand
     sorts = kind.rule is topmost and choices == node.outs[0]
-    if kind.elements in KEPT or shows or takes or sorts:
+    if kind.stays or shows or takes or sorts:
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
 

@@ -13,7 +13,6 @@ from ..ops.reductions import topmost
 from ..ops.row_dims import dim_after
 from ..ops.rules import equation
 
-KEPT = ("same", "cast")  # elements of the operand, each at its place
 WIDE = (torch.int16, torch.int32, torch.int64)
 
 
@@ -26,7 +25,7 @@ def one_at_most(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
     if node is None or not node.operands:
         return frozenset()
     x = node.operands[0]
-    if op_of(node).elements in KEPT:
+    if op_of(node).stays:
         return one_at_most(x, made)
     if node.name in ("aten.ne", "aten.gt") and node.arg("other") == 0:
         return one_at_most(x, made)
@@ -48,7 +47,7 @@ def distinct_dims(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
             {node.arg("dim") % rank} if v == node.outs[-1] and rank else ()
         )
     dims = distinct_dims(node.operands[0], made)
-    if op_of(node).elements in KEPT:
+    if op_of(node).stays:
         return dims
     return frozenset(_after(node, d) for d in dims) - {-1}
 

@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from ..builder import Builder
+from ..capture.lower_precision import CAST
 from ..capture.one_dtype import OneDtype
 from ..graph import Graph, Node, Value
 from ..graph_text import DTYPES
-
-CAST = "aten.to.dtype"
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ CLEAN: dict[str, Rule] = {
     **{
         name: cast if op.elements == "cast" else identity
         for name, op in OPS.items()
-        if op.elements in ("same", "cast") and op.view != "same"
+        if op.stays and op.view != "same"
     },
     **dict.fromkeys(RESHAPES, reshape),
     **{

@@ -9,9 +9,9 @@ from torch import nn
 
 from ..capture.read_export import ExportReader
 from ..errors import CaptureError
-from ..graph import Value
+from ..graph import SOURCES, Value
 
-INPUT, PARAM, BUFFER, CONSTANT = KINDS = ("input", "param", "buffer", "const")
+INPUT, PARAM, BUFFER, CONSTANT = SOURCES
 
 
 def read_sources(
@@ -24,7 +24,7 @@ def read_sources(
 
     fields: of the batch, in order. Raises: CaptureError.
     """
-    sources: dict[str, list[Value]] = {kind: [] for kind in KINDS}
+    sources: dict[str, list[Value]] = {kind: [] for kind in SOURCES}
     known: dict[tuple[str, str], Value] = {}
     literals: dict[str, torch.Tensor] = {}
     names = _Names(exported, model, iter(fields))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capture.numbers_present import INDEX
 from ..capture.values_read import has_shape
 
 SPLITS = (
@@ -30,7 +31,6 @@ SPLITS = (
     *(Tensor.split, Tensor.split_with_sizes),
 )
 JOINS = (torch.cat, torch.concat, torch.concatenate)
-INDEX = Tensor.__getitem__
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,14 @@ from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_
 from ..capture.on_meta import META
 from ..capture.order_tables import order_tables
 from ..capture.read_export import ExportReader
-from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
+from ..capture.read_sources import aliases_of, names_of, read_sources
 from ..capture.rows import OWN_MASKS, has_own_masks
 from ..capture.traced import Traced
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import NO_NUMBER, capture_failed
 from ..digest import digest
 from ..errors import CaptureError
-from ..graph import Graph
+from ..graph import SOURCES, Graph
 from ..layers import Layered, NotAlike, Repeats
 from ..repeat_layers import Repeater
 
@@ -351,7 +351,7 @@ def _read(
     """Turn the exported program into our graph."""
     wanted = {n for n, p in model.named_parameters() if p.requires_grad}
     sources, literals = read_sources(exported, model, fields, reader)
-    inputs, params, buffers, constants = (tuple(sources[kind]) for kind in KINDS)
+    inputs, params, buffers, constants = (tuple(sources[kind]) for kind in SOURCES)
     reader.flowing.update({v.name: None for v in params if v.name in wanted})
     reader.read(exported.graph_module)
     nodes = tuple(reader.builder.nodes)

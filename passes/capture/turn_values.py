@@ -21,7 +21,6 @@ from ..ops.random import awaits_number
 from ..ops.reductions import dims_of
 from ..ops.rules import equation
 
-KEPT = ("same", "cast")  # elements of the operand, each at its place
 HOLE = Value("", (), torch.bool)  # any operand
 
 

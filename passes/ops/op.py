@@ -207,6 +207,11 @@ class Op:
     kind: str = ""
 
     @property
+    def stays(self) -> bool:
+        """Whether its result has each element of its operand at its place."""
+        return self.elements in ("same", "cast")
+
+    @property
     def op(self) -> str:
         """As in a node: `aten.add.Tensor`."""
         return self._of(self.name)
@@ -271,7 +276,7 @@ def shows_all(node: Node) -> bool:
     """Whether a node has the elements of its operand, all and in order: in another
     shape or dtype, or as they are."""
     op = op_of(node)
-    return op.view == "shape" or op.elements in ("same", "cast")
+    return op.view == "shape" or op.stays
 
 
 def is_method(node: Node) -> bool:

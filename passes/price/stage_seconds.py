@@ -16,14 +16,13 @@ from ..cost import Exchanges, Seconds
 from ..mesh import PIPELINE, Mesh
 from ..price.account import Account, PartCost
 from ..price.cluster import Cluster, Link
-from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint
+from ..schedule.footprint import BACKWARD, FORWARD, NO_BYTES, WEIGHT, Footprint
 
 # What a collective beside computing takes from it, of its own seconds: an assumption,
 # that kernels which communicate hold an eighth of a GPU's multiprocessors. That they
 # slow what runs beside them is measured in Rashidi 2021, arXiv:2007.00156.
 SLOWED = 0.125
 SKEW = "skew"  # what ranks wait for the last of them
-NOTHING = Footprint(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class StageSeconds:
     weight: float
     send: float
     exposed: tuple[Exposed, ...] = ()
-    footprint: Footprint = NOTHING
+    footprint: Footprint = NO_BYTES
 
     @property
     def total(self) -> float:

@@ -77,6 +77,9 @@ class Footprint:
         return max((in_flight - 1) * self.each + most + self.step, self.edges)
 
 
+NO_BYTES = Footprint(0, 0, 0, 0, 0)
+
+
 def rough_peak(own: Sequence[Footprint], in_flight: int) -> float:
     """`peak_bytes` of a rank, without its schedule. own: of its stages; in_flight:
     microbatches at most, on all of them together.

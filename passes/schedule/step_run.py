@@ -10,12 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
-from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, bytes_alive
+from ..schedule.footprint import (
+    BACKWARD,
+    FORWARD,
+    NO_BYTES,
+    WEIGHT,
+    Footprint,
+    bytes_alive,
+)
 from ..schedule.schedule import Action, Kind, Schedule
 from ..schedule.simulate_schedule import Span, Timeline
 
 COMPUTE, COMMUNICATION = "compute", "communication"
-NOTHING = Footprint(0, 0, 0, 0, 0)
 PARTS_OF = {
     Kind.F: (FORWARD,),
     Kind.B: (BACKWARD, WEIGHT),
@@ -53,7 +59,7 @@ class StageWork:
     computing: Mapping[str, float]
     collectives: Mapping[str, tuple[Work, ...]] = field(default_factory=dict)
     send: float = 0.0
-    footprint: Footprint = NOTHING
+    footprint: Footprint = NO_BYTES
 
     def seconds(self, part: str) -> float:
         """What is overlapped beside the computing counts as far as it is longer."""

@@ -46,7 +46,7 @@ class Space:
     mesh: Mesh | None = None
     shape: tuple[int, ...] = ()
     microbatches: int | None = None
-    schedules: tuple[str, ...] = field(default_factory=lambda: searched())
+    schedule: tuple[str, ...] = field(default_factory=lambda: searched())
     stages_per_rank: tuple[int, ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = RECOMPUTE
@@ -200,8 +200,8 @@ def _pipelines(
         if 1 in (space.stages_per_rank or (1,)):
             yield USUAL_SCHEDULE, 1
         return
-    for schedule in space.schedules:
-        if len(space.schedules) > 1 and not _may_gain(schedule, ranks, microbatches):
+    for schedule in space.schedule:
+        if len(space.schedule) > 1 and not _may_gain(schedule, ranks, microbatches):
             continue
         for v in _stages_per_rank(space, schedule):
             if ranks * v <= space.runs:

@@ -93,7 +93,7 @@ def search(
     best = ranked.shortlist(fit)
     best += other_ways(best, space, fit)
     best = best_cuts(best, fit)
-    if len(space.schedules) > 1:
+    if len(space.schedule) > 1:
         best += made_schedules(best, fit)
     best = simplest_first(best)
     if best:

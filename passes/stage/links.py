@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from ..capture.lower_precision import CAST
 from ..graph import Node
 from ..ops.memory import is_in_place, may_alias
 from ..ops.op import is_method
 from ..stage.loop import Item
-
-CAST = "aten.to.dtype"
 
 
 def find_links(
