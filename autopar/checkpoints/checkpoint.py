@@ -5,6 +5,7 @@ A checkpoint is one of `torch.distributed.checkpoint`, with the model's own name
     model.<name>                             parameters and persistent buffers, whole
     ema.<name>                               averages of parameters, if there are any
     optimizer.state.<name>.exp_avg           state, as torch's get_optimizer_state_dict
+    optimizer.stacked.<name>.exp_avg         a row of what is stored of a whole group
     optimizer.param_groups.<i>.lr            options; `params` are names
     training                                 what the step itself goes on from
     extra                                    what the caller gave
@@ -31,6 +32,8 @@ from autopar.checkpoints.dcp import CheckpointError, Key, State, Write, pack, te
 from autopar.checkpoints.dcp import read as read_pieces
 from autopar.checkpoints.dcp import write as write_pieces
 from autopar.checkpoints.held import (
+    STACKED,
+    STATE,
     ema_targets,
     model_pieces,
     model_targets,
@@ -59,6 +62,7 @@ from autopar.checkpoints.optimizer_state import (
 from autopar.checkpoints.pending_save import PendingSave, in_memory
 from autopar.checkpoints.sole_writer import sole_writer
 from autopar.checkpoints.state import tied_names
+from autopar.checkpoints.stored import check_alike, facts, stack_rows
 from autopar.passes.ranges import check_range
 from autopar.runtime.agreement.fail_together import joined_on_first, on_all, on_first
 from autopar.runtime.agreement.validate import check_names
@@ -192,6 +196,7 @@ def _state_of(step: HeldState, optimizer: Optimizer | None, extra: Any) -> State
         plain[EMA] = step.ema.updates
     if optimizer is not None:
         plain |= _options(_all_groups(step, optimizer))
+        check_alike(on_all(comm, lambda: facts(step, optimizer)))
         on_all(comm, lambda: state.update(optimizer_pieces(step, optimizer)))
     # Values are packed by the rank that writes them.
     written = plain if comm.rank == 0 else {}
@@ -297,19 +302,28 @@ def _restore(
         on_all(comm, lambda: check_made(saved.manifest.optimizer, optimizer))
         on_all(comm, lambda: wanted.update(optimizer_targets(step, saved.held)))
     restored = read_targets(step, saved.store, wanted)
+    if optimizer is not None:
+        local = _local_groups(step, optimizer)
+        state, rows = _entries(restored, STATE), _entries(restored, STACKED)
+        on_all(comm, lambda: state.update(stack_rows(local, rows)))
     _set_model(step, restored)
     for name, average in step.averages.items():
         average.copy_(restored["ema", name])
     if averaged:
         step.ema.updates = plain[EMA]
     if optimizer is not None:
-        state: dict[str, dict[str, Any]] = {}
-        for key, value in restored.items():
-            if key[0] == "optimizer":
-                state.setdefault(str(key[2]), {})[str(key[3])] = value
-        set_state(optimizer, _local_groups(step, optimizer), groups, state)
+        set_state(optimizer, local, groups, state)
     step.load_training_state(plain[TRAINING])
     return plain[EXTRA]
+
+
+def _entries(restored: Mapping[Key, Any], kind: Key) -> dict[str, dict[str, Any]]:
+    """By parameter what was read of an optimizer's state."""
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in restored.items():
+        if key[:2] == kind:
+            state.setdefault(str(key[2]), {})[str(key[3])] = value
+    return state
 
 
 def _check_model(step: HeldState, saved: Saved) -> None:

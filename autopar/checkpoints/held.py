@@ -15,11 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.checkpoints.dcp import Key, Piece, Source, State, pack, read
+from autopar.checkpoints.stored import Row, stored_by_name
 from autopar.runtime.parameters.shards import Box, boxes
 from autopar.runtime.parameters.whole_updates import is_cut, refuse_alike
 
 if TYPE_CHECKING:
     from autopar.held_state import HeldState
+
+STATE: Key = ("optimizer", "state")
+STACKED: Key = ("optimizer", "stacked")
 
 
 def model_pieces(step: HeldState) -> State:
@@ -60,14 +64,18 @@ def _add(state: State, key: Key, piece: Piece) -> None:
 def optimizer_pieces(step: HeldState, optimizer: Optimizer) -> State:
     """State of this rank's parameters; numbers, alike on all ranks, by their first."""
     state: State = {}
-    for name, p in step.named_parameters():
-        owned = step.owns(name)
+    held, stored = dict(step.named_parameters()), stored_by_name(step, optimizer)
+    for name, entries in stored.items():
+        p, owned = held[name], step.owns(name)
         spec = step.program.parameters[name]
         first = owned and not any(step.comm.coords[a] for a in spec.cut_axes)
         first = first and not any(spec.part.start)
-        for entry, value in optimizer.state.get(p, {}).items():
-            key = _saved_key(step, ("optimizer", "state", name, entry))
-            if isinstance(value, Tensor) and value.shape == p.shape:
+        for entry, value in entries.items():
+            kind, value = (
+                (STACKED, value.value) if isinstance(value, Row) else (STATE, value)
+            )
+            key = _saved_key(step, (*kind, name, entry))
+            if kind == STATE and isinstance(value, Tensor) and value.shape == p.shape:
                 _add(state, key, _piece(step, name, value, owned))
             elif not first:
                 continue
@@ -107,22 +115,23 @@ def ema_targets(step: HeldState) -> Targets:
 def optimizer_targets(step: HeldState, held: Mapping[Key, Any]) -> Targets:
     """For what was saved of this rank's parameters' state."""
     targets: Targets = {}
-    by_source: dict[str, list[tuple[str, Any]]] = {}
+    by_source: dict[str, list[tuple[Key, str, Any]]] = {}
     for key, value in held.items():
-        if key[:2] == ("optimizer", "state"):
-            by_source.setdefault(str(key[2]), []).append((str(key[3]), value))
+        if (kind := key[:2]) in (STATE, STACKED):
+            by_source.setdefault(str(key[2]), []).append((kind, str(key[3]), value))
     for name, p in step.named_parameters():
         part = step.program.parameters[name].part
-        for entry, value in by_source.get(part.source, ()):
-            own: Key = ("optimizer", "state", name, entry)
+        for kind, entry, value in by_source.get(part.source, ()):
+            own: Key = (*kind, name, entry)
             size = getattr(value, "size", None)
             if size is None:
                 targets[own] = b""
-            elif tuple(size) == part.shape:
+            elif kind == STATE and tuple(size) == part.shape:
                 shard = torch.empty(p.shape, dtype=value.properties.dtype)
                 targets[own] = _piece(step, name, shard, False)
             else:
-                if tuple(size) == tuple(p.shape) and is_cut(step.program, name):
+                like_part = kind == STATE and tuple(size) == tuple(p.shape)
+                if like_part and is_cut(step.program, name):
                     refuse_alike(entry, name, p)
                 whole = torch.empty(size, dtype=value.properties.dtype)
                 targets[own] = Piece.whole(whole)
