@@ -228,6 +228,48 @@ def test_layers_in_turn_repeat_in_pairs() -> None:
     assert "for i in range(1, 7, 2):" in text
 
 
+class EveryThird(nn.Module):
+    """Of three layers two do the same, and each kind reads a table of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.tables = nn.ParameterList(nn.Parameter(torch.rand(8)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        near, far = (torch.cos(table) for table in self.tables)
+        for i, layer in enumerate(self.layers):
+            y = torch.erf(layer(x) * far) if i % 3 == 2 else torch.tanh(layer(x * near))
+            x = x + y
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
+def test_layers_of_which_every_third_differs_repeat_in_threes(mesh: str) -> None:
+    low, high = (
+        Case(EveryThird(n), {"ids": torch.randint(12, (4, 6))}).compile(
+            mesh, 2, zero=1, cuts=(f"layers.{n // 2 + 1}",) if "pp" in mesh else ()
+        )
+        for n in (30, 48)
+    )
+    assert lines(low) >= lines(high) and longest(low) >= longest(high)
+
+
+@pytest.mark.slow
+def test_layers_that_repeat_in_threes_compute_what_the_model_does() -> None:
+    case = Case(EveryThird(14), {"ids": torch.randint(12, (4, 6))})
+    case.verify("dp=2,pp=2", 2, zero=1)
+
+
+def test_the_first_layer_of_a_later_stage_is_of_the_loop() -> None:
+    """What it receives stays, so that its sum is written over the other operand."""
+    program = plain_gpt(layers=8).compile("pp=2", 2)
+    text = program.modules[program.module_of(1, 1)]
+    assert "for i in range(4):" in text.partition("def forward")[2]
+
+
 class ReadByAll(nn.Module):
     """Each layer reads what is made before the first, as decoders read an encoder."""
 

@@ -44,7 +44,7 @@ def test_what_is_read_later_is_left_alone() -> None:
     assert reused(text, "c") == lines("""
         %a = gelu(%x)
         %b = add.Tensor(%a, %y)
-        %c = mul_.Tensor(%a, %b)
+        %c = mul_.Tensor(%b, %a)
     """)
 
 
@@ -130,18 +130,27 @@ def test_what_is_kept_for_the_backward_alone_may_be_written_over_there() -> None
 def test_a_backward_writes_over_what_was_kept_for_it() -> None:
     text = """
         f32[4,8] %a = add.Tensor(%x, %y)
-        f32[4,8] %b = mul.Tensor(%x, %a)
+        f32[4,8] %b = mul.Tensor(%x, %y)
         f32[32] %c = reshape(%b, [32])
     """
     nodes = nodes_of(SOURCES + text)
     own = {"x": "memory", "seen": "memory"}
     assert calls(reuse(nodes, {"c"}, own)) == lines("""
         %a = add.Tensor(%x, %y)
-        %b = mul_.Tensor(%x, %a)
+        %b = mul_.Tensor(%x, %y)
         %c = reshape(%b, [32])
     """)
     later = calls(reuse(nodes, {"c", "seen"}, own))
-    assert "mul_.Tensor(%a, %x)" in later  # not over what `seen` shows
+    assert "mul.Tensor(%x, %y)" in later  # not over what `seen` shows
+
+
+def test_of_two_free_operands_the_later_one_is_written_over() -> None:
+    text = """
+        f32[4,8] %a = gelu(%x)
+        f32[4,8] %b = gelu(%a)
+        f32[4,8] %c = add.Tensor(%a, %b)
+    """
+    assert "add_.Tensor(%b, %a)" in reused(text, "c")
 
 
 class LogitsToo(nn.Module):

@@ -158,7 +158,7 @@ class _Emitter:
             for loop in _loops(items):
                 for scanned in loop.scanned:  # or gradients of these
                     names = [wholes.get(v.name, v.name) for v in scanned.values]
-                    if once.issuperset(names):
+                    if once.issuperset(names) and len(set(names)) == len(names):
                         first, step = loop.index
                         self.name_family(names, first + step * scanned.start, step)
 

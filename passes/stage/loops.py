@@ -9,7 +9,7 @@ that does without some of it is part of it too (`loop_ends`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from ..graph import LAYER, Node
 from ..stage.loop import Item, Loop
 from ..stage.loop_ends import kind_of, with_ends
 from ..stage.loop_rows import fitting, held, loop_of, loop_of_all
+
+TURNS = 12  # layers that take turns, at most: so many of one kind may be in a period
 
 
 def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item]:
@@ -80,12 +82,11 @@ def _longest(
     nodes: Sequence[Node], keys: Sequence[int], first: int, last: int
 ) -> tuple[int, int, int] | None:
     """Returns the stretch between two places that saves most."""
-    seen: dict[int, int] = {}
+    seen: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=TURNS))
     apart: Counter[int] = Counter()
     for i in range(first, last):
-        if keys[i] in seen:
-            apart[i - seen[keys[i]]] += 1
-        seen[keys[i]] = i
+        apart.update(i - before for before in seen[keys[i]])
+        seen[keys[i]].append(i)
     best: tuple[int, int, int] | None = None
     most = 0
     for period, times in sorted(apart.items()):

@@ -36,9 +36,9 @@ def reuse(
             if v.name in owner:
                 root = owner[v.name]
                 last_read[root] = max(last_read.get(root, i), i)
-    written = []
+    written, made = [], {v.name: i for i, n in enumerate(nodes) for v in n.results}
     for i, node in enumerate(nodes):
-        place = _free_operand(node, i, owner, last_read, spread)
+        place = _free_operand(node, i, owner, last_read, spread, made)
         if place is None:
             written.append(node)
             continue
@@ -88,8 +88,10 @@ def _free_operand(
     owner: dict[str, str],
     last_read: dict[str, int],
     spread: set[str],
+    made: Mapping[str, int],
 ) -> Value | None:
-    """The operand whose memory the node's result can take."""
+    """The operand whose memory the node's result can take. Of two the one made last: so
+    the layer that adds to what a stage receives, which stays, is as the others are."""
     if node.op == "comm.all_reduce":
         candidates = node.operands[:1]
     elif node.op in IN_PLACE and not node.kwargs:
@@ -97,7 +99,7 @@ def _free_operand(
     else:
         return None
     out = node.out
-    for v in candidates:
+    for v in sorted(candidates, key=lambda v: made.get(v.name, -1), reverse=True):
         root = owner.get(v.name)
         alone = [o.name for o in node.operands if owner.get(o.name) == root]
         if root is None or last_read[root] != i or alone != [v.name]:

@@ -106,12 +106,13 @@ class Index:
 
     def condition(self, iterations: Collection[int]) -> str:
         """That an iteration is one of these; "" for all, or none."""
-        own = sorted(self.first + self.step * t for t in iterations)
+        times = sorted(iterations)
+        own = sorted(self.first + self.step * t for t in times)
         if len(own) in (0, self.count):
             return ""
         if len(own) == 1:
             return f"i == {own[0]}"
-        if own == list(range(own[0], own[-1] + 1)):
+        if times == list(range(times[0], times[-1] + 1)):
             if own[0] == min(self.keys):
                 return f"i < {own[-1] + 1}"
             if own[-1] == max(self.keys):
