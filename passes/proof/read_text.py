@@ -32,7 +32,7 @@ LAYER = re.compile(
 # Numbers of these are layers', where they are of a loop over layers; but for what is
 # added to the loop's variable, and a step.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
-COUNTED_AFTER = re.compile(r" for i in range\((?:\d+, )?$")
+COUNTED_AFTER = re.compile(r" for i in range\((?:-?\d+, )?$")
 # Draws and choices are numbered through all layers.
 MASK = re.compile(
     r"c\.(?:dropout_counters\(|draw\([^,]*, |choose\(.*, \d+, )((?:\d+ \* )?i \+ )?$"

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from ..builder import unused
-from ..graph import Node, Value
+from ..graph import LAYER, Node, Value
 from ..stage.hand_over import HandOver, Part, split_readers
 from ..stage.local_stage import LocalStage
-from ..stage.loop import Item, Loop
+from ..stage.loop import Item, Loop, series
 from ..stage.loops import find_loops
 from ..stage.outline import Outline, Outlined, outline
 from ..stage.spell import as_tuple
@@ -65,6 +65,8 @@ class _Emitter:
             "k": set(),
             "b": {v.name for v in stage.inputs},
         }
+        once = (*stage.setup, *stage.prologue)
+        self.made_once = {v.name: n for n in once for v in n.results}
         # What setup and prologue make -> its key in k or b.
         self.keys: dict[str, str] = {}
         self.stems: set[str] = set()
@@ -131,10 +133,8 @@ class _Emitter:
     def find_loops(self, nodes: Sequence[Node]) -> Sequence[Item]:
         if not self.outlined:
             return nodes
-        s = self.stage
         own = {v.name for n in nodes for v in n.results}
-        once = {v.name for n in (*s.setup, *s.prologue) for v in n.results}
-        return find_loops(nodes, once - own)
+        return find_loops(nodes, self.made_once.keys() - own)
 
     def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
         """Give keys with the number of a layer to what loops make in setup and
@@ -145,39 +145,49 @@ class _Emitter:
         later = (s.setup, each | _reads(s.prologue)), (s.prologue, each)
         for nodes, read in later:
             for loop in _loops(self.find_loops(nodes)):
-                own = list(loop.instances())
-                wanted = {inner.name for name, inner, _ in own if name in read}
-                stems = {name: self.stem(name[:-1]) for name in sorted(wanted)}
-                first, step = loop.index
-                for name, inner, t in own:
-                    if inner.name in wanted:
-                        self.keys[name] = f"{stems[inner.name]}.{first + step * t}"
-        once = {v.name for n in (*s.setup, *s.prologue) for v in n.results}
+                made: dict[str, dict[int, str]] = {}
+                for name, inner, t in loop.instances():
+                    made.setdefault(inner.name, {})[t] = name
+                for family, names in sorted(made.items()):
+                    if not read.isdisjoint(names.values()):
+                        self.name_family(family[:-1], loop, names)
         wholes = {v.name: v.name.removeprefix(GRADIENT) for v in s.wholes}
         for items in parts:
             for loop in _loops(items):
                 for scanned in loop.scanned:  # or gradients of these
-                    names = [wholes.get(v.name, v.name) for v in scanned.values]
-                    if once.issuperset(names) and len(set(names)) == len(names):
-                        first, step = loop.index
-                        self.name_family(names, first + step * scanned.start, step)
+                    own = [wholes.get(v.name, v.name) for v in scanned.values]
+                    if self.made_once.keys() >= {*own} and len({*own}) == len(own):
+                        names = dict(enumerate(own, scanned.start))
+                        self.name_family(own[0], loop, names)
 
-    def name_family(self, names: Sequence[str], first: int, step: int) -> None:
-        """Give keys of one kind to what the iterations of a loop are given; those that
-        some have already say which."""
-        known = {
-            t: self.keys[name] for t, name in enumerate(names) if name in self.keys
-        }
-        stem = self.stem(names[0]) if not known else ""
+    def name_family(self, stem: str, loop: Loop, names: Mapping[int, str]) -> None:
+        """Give keys of one kind to what iterations make, or are given, by the number of
+        the layer that it is of; those that some have already say which."""
+        numbers = self.layers(names.values()) or [
+            loop.index[0] + loop.index[1] * t for t in names
+        ]
+        by_name = dict(zip(names.values(), numbers, strict=True))
+        known = [name for name in by_name if name in self.keys]
         if known:
-            t, key = next(iter(known.items()))
-            stem, _, number = key.rpartition(".")
-            first = int(number) - step * t
-        keys = [f"{stem}.{first + step * t}" for t in range(len(names))]
-        if all(keys[t] == key for t, key in known.items()):
-            new = [t for t in range(len(names)) if t not in known]
-            if not {keys[t] for t in new} & set(self.keys.values()):
-                self.keys |= {names[t]: keys[t] for t in new}
+            stem, _, number = self.keys[known[0]].rpartition(".")
+            shift = int(number) - by_name[known[0]]
+        else:
+            stem, shift = self.stem(stem), 0
+        keys = {name: f"{stem}.{number + shift}" for name, number in by_name.items()}
+        if all(keys[name] == self.keys[name] for name in known):
+            new = {name: key for name, key in keys.items() if name not in self.keys}
+            if set(new.values()).isdisjoint(self.keys.values()):
+                self.keys |= new
+
+    def layers(self, names: Iterable[str]) -> list[int] | None:
+        """The numbers of the layers that values of setup and prologue are of, if these
+        are at even distances."""
+        matches = [LAYER.search(self.made_once[name].location.module) for name in names]
+        numbers = [int(match[1]) for match in matches if match]
+        if len(numbers) < len(matches):
+            return None
+        line = series(numbers) if len(numbers) > 1 else (numbers[0], 1)
+        return numbers if line and line[1] else None
 
     def stem(self, name: str) -> str:
         """What keys begin with that differ in the number of a layer."""

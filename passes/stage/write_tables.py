@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 
 from ..graph import LAYER, Node, Value
 from ..mesh import TIME
@@ -69,11 +69,10 @@ def _entries(values: Sequence[Value]) -> str:
         if len(numbers) < 2:
             lines += ["    " + row for row in rows]
             continue
-        count = f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else ""
         lines += [
             "    **{",
             f'        f"{prefix}.+{{i}}.{{name}}": row',
-            f"        for i in {count or f'range({numbers[-1] + 1})'}",
+            f"        for i in {_range(numbers[0], numbers[-1])}",
             "        for name, row in {",
             *("            " + row for row in rows),
             "        }.items()",
@@ -84,7 +83,7 @@ def _entries(values: Sequence[Value]) -> str:
 
 def _families(values: Mapping[str, Value]) -> str:
     """A table of shapes by key: those that differ in the number of a layer by one
-    comprehension, but for layers between them that are frozen."""
+    comprehension, unless some between them are frozen."""
     series: dict[tuple[str, str], list[int]] = {}
     lines = []
     for key, v in values.items():
@@ -95,12 +94,30 @@ def _families(values: Mapping[str, Value]) -> str:
         else:
             lines.append(f'    "{key}": {row},')
     for (stem, row), numbers in series.items():
-        for _, run in groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0]):
-            counted = [number for _, number in run]
-            low, high = counted[0], counted[-1] + 1
-            among = f"range({low}, {high})" if low else f"range({high})"
-            lines.append(f'    **{{f"{stem}.{{i}}": {row} for i in {among}}},')
+        lines += [
+            f'    **{{f"{stem}.{{i}}": {row} for i in {_range(*run)}}},'
+            for run in _even(sorted(numbers))
+        ]
     return "\n".join(["{", *lines, "}"]) if lines else "{}"
+
+
+def _even(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, last, step) of what stands at even distances in ascending numbers."""
+    at = 0
+    while at < len(numbers):
+        steps = [after - n for n, after in pairwise(numbers[at : at + 3])]
+        step = steps[0] if steps and steps[0] <= steps[-1] else 1
+        first = last = numbers[at]
+        while at < len(numbers) and numbers[at] == last:
+            at, last = at + 1, last + step
+        yield first, last - step, step
+
+
+def _range(first: int, last: int, step: int = 1) -> str:
+    """The numbers from the first up to the last, as an expression."""
+    if step != 1 and first != last:
+        return f"range({first}, {last + 1}, {step})"
+    return f"range({first}, {last + 1})" if first else f"range({last + 1})"
 
 
 def _alike(
