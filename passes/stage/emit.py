@@ -9,7 +9,8 @@ would need more memory at once than the most that is needed anyway.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from ..builder import unused
@@ -66,7 +67,10 @@ class _Emitter:
             "b": {v.name for v in stage.inputs},
         }
         once = (*stage.setup, *stage.prologue)
-        self.made_once = {v.name: n for n in once for v in n.results}
+        self.made_once = {v.name for n in once for v in n.results}
+        # What of it is of a layer -> (what it is there, number of the layer).
+        self.places = _places(once)
+        self.kinds: dict[Hashable, str] = {}
         # What setup and prologue make -> its key in k or b.
         self.keys: dict[str, str] = {}
         self.stems: set[str] = set()
@@ -134,7 +138,7 @@ class _Emitter:
         if not self.outlined:
             return nodes
         own = {v.name for n in nodes for v in n.results}
-        return find_loops(nodes, self.made_once.keys() - own)
+        return find_loops(nodes, self.made_once - own)
 
     def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
         """Give keys with the number of a layer to what loops make in setup and
@@ -156,42 +160,47 @@ class _Emitter:
             for loop in _loops(items):
                 for scanned in loop.scanned:  # or gradients of these
                     own = [wholes.get(v.name, v.name) for v in scanned.values]
-                    if self.made_once.keys() >= {*own} and len({*own}) == len(own):
+                    if self.made_once.issuperset(own) and len({*own}) == len(own):
                         names = dict(enumerate(own, scanned.start))
                         self.name_family(own[0], loop, names)
 
     def name_family(self, stem: str, loop: Loop, names: Mapping[int, str]) -> None:
         """Give keys of one kind to what iterations make, or are given, by the number of
         the layer that it is of; those that some have already say which."""
-        numbers = self.layers(names.values()) or [
-            loop.index[0] + loop.index[1] * t for t in names
-        ]
-        by_name = dict(zip(names.values(), numbers, strict=True))
-        known = [name for name in by_name if name in self.keys]
-        if known:
-            stem, _, number = self.keys[known[0]].rpartition(".")
-            shift = int(number) - by_name[known[0]]
-        else:
-            stem, shift = self.stem(stem), 0
-        keys = {name: f"{stem}.{number + shift}" for name, number in by_name.items()}
+        keys = self.by_layer(list(names.values()))
+        known = [name for name in names.values() if name in self.keys]
+        if keys is None:
+            first, step = loop.index
+            if known:
+                t = next(t for t, name in names.items() if name == known[0])
+                stem, _, number = self.keys[known[0]].rpartition(".")
+                first = int(number) - step * t
+            else:
+                stem = self.stem(stem)
+            keys = {name: f"{stem}.{first + step * t}" for t, name in names.items()}
         if all(keys[name] == self.keys[name] for name in known):
             new = {name: key for name, key in keys.items() if name not in self.keys}
             if set(new.values()).isdisjoint(self.keys.values()):
                 self.keys |= new
 
-    def layers(self, names: Iterable[str]) -> list[int] | None:
-        """The numbers of the layers that values of setup and prologue are of, if these
-        are at even distances."""
-        matches = [LAYER.search(self.made_once[name].location.module) for name in names]
-        numbers = [int(match[1]) for match in matches if match]
-        if len(numbers) < len(matches):
+    def by_layer(self, names: Sequence[str]) -> dict[str, str] | None:
+        """Keys of what is the same in several layers at even distances, if it is."""
+        places = [self.places[name] for name in names if name in self.places]
+        kinds, numbers = {kind for kind, _ in places}, [n for _, n in places]
+        if len(places) < len(names) or len(kinds) > 1:
             return None
         line = series(numbers) if len(numbers) > 1 else (numbers[0], 1)
-        return numbers if line and line[1] else None
+        if line is None or not line[1]:
+            return None
+        kind = kinds.pop()
+        if kind not in self.kinds:
+            self.kinds[kind] = self.stem(names[0])
+        stem = self.kinds[kind]
+        return {name: f"{stem}.{n}" for name, n in zip(names, numbers, strict=True)}
 
     def stem(self, name: str) -> str:
         """What keys begin with that differ in the number of a layer."""
-        stem = unused(re.sub(r"(_\d+)+$", "", name), self.stems)
+        stem = unused(_stem(name), self.stems)
         self.stems.add(stem)
         return stem
 
@@ -237,7 +246,7 @@ class _Emitter:
     def key(self, table: str, name: str) -> str:
         """One that does not tell how many layers there are."""
         taken = self.taken[table]
-        key = unused(re.sub(r"(_\d+)+$", "", name), taken)
+        key = unused(_stem(name), taken)
         taken.add(key)
         return key
 
@@ -298,6 +307,26 @@ class _Emitter:
 
 def _loops(items: Iterable[Item]) -> list[Loop]:
     return [item for item in items if isinstance(item, Loop)]
+
+
+def _places(nodes: Iterable[Node]) -> dict[str, tuple[Hashable, int]]:
+    """Value of a layer -> (what it is there, equal in layers alike; layer's number)."""
+    places: dict[str, tuple[Hashable, int]] = {}
+    count: Counter[Hashable] = Counter()
+    for node in nodes:
+        module = node.location.module
+        if match := LAYER.search(module):
+            for v in node.results:
+                count[module, _stem(v.name)] += 1
+                nth = count[module, _stem(v.name)]
+                kind = LAYER.sub("#", module, count=1), _stem(v.name), nth
+                places[v.name] = kind, int(match[1])
+    return places
+
+
+def _stem(name: str) -> str:
+    """A value's name without the number that tells it from others of its kind."""
+    return re.sub(r"(_\d+)+$", "", name)
 
 
 def _reads(nodes: Iterable) -> set[str]:
