@@ -30,7 +30,7 @@ MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "cp=2,tp=2", "pp=2,dp=2", "pp=2,tp=2", "p
 # A plan that shares out parameters is priced from layers whose ranks share nothing.
 # What compiling then moves out of the loop, adds otherwise, and has alive where two
 # blocks meet, the planner does not see: some ops of a layer, so little of a large one.
-SECONDS, BYTES = 0.12, 0.08
+SECONDS, BYTES = 0.05, 0.05
 # What is counted once a step is priced of the short model's samples, not of a rank's.
 COUNTED = 1e-4
 # Its peaks are of stages put together of pieces, each with what is next to it: near to

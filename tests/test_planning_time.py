@@ -143,9 +143,9 @@ def joined(monkeypatch) -> list[object]:
     """The stages that were differentiated for prices."""
     found: list[object] = []
 
-    def counted(stage, *arguments):
+    def counted(stage, *arguments, **how):
         found.append(stage)
-        return join(stage, *arguments)
+        return join(stage, *arguments, **how)
 
     monkeypatch.setattr(price_layers, "join", counted)
     return found
@@ -161,8 +161,9 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
         find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, sizes={"tp": (1, 2)})
         found.append(len(joined))
     # The whole model, its first, middle, last and last two layers; with two microbatch
-    # sizes; the backward in one piece and in halves; layers whole and split on tp.
-    assert found == [5 * 2 * 2 * 2] * 2
+    # sizes; the backward in one piece and in halves; layers whole and split on tp; with
+    # gradients that are added to, and that are made.
+    assert found == [5 * 2 * 2 * 2 * 2] * 2
 
 
 @pytest.mark.matrix(quick=1)

@@ -152,7 +152,8 @@ def _make_cuts(
         if at_once and of.with_batch and microbatches > 1:
             priced, microbatches = of.with_batch(of.batch // microbatches), 1
         plan = make_plan(mesh, **how, microbatches=microbatches)
-        return cut_layers(priced.shared if shares else priced.named, plan, of.starts)
+        named = priced.shared if shares else priced.named
+        return cut_layers(named, plan, of.starts, shares or named is priced.shared)
 
     return cut
 

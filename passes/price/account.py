@@ -22,26 +22,44 @@ OPTIMIZER_STATES = 2
 
 @dataclass(frozen=True)
 class Alive(Amounts):
-    """The most bytes alive at once: as it is run; by block with ZeRO-2 and ZeRO-3; and
-    the same where no rank shares experts with another one."""
+    """The most bytes alive at once: as it is run; by block with ZeRO-2 and ZeRO-3; of
+    these where a block's gradients are ready, without the shares that arrive then of
+    the block before; and the same where no rank shares experts with another one."""
 
     whole: float = 0.0
     zero_2: float = 0.0
     zero_3: float = 0.0
+    ready_2: float = 0.0
+    ready_3: float = 0.0
     zero_2_but_experts: float = 0.0
     zero_3_but_experts: float = 0.0
+    ready_2_but_experts: float = 0.0
+    ready_3_but_experts: float = 0.0
 
-    def of(self, zero: int, shares_experts: bool) -> float:
-        """Bytes alive under a ZeRO stage."""
-        if shares_experts:
-            return {2: self.zero_2, 3: self.zero_3}.get(zero, self.whole)
-        only = {2: self.zero_2_but_experts, 3: self.zero_3_but_experts}
-        return only.get(zero, self.whole)
+    def of(self, zero: int, shares_experts: bool, arriving: float = 0.0) -> float:
+        """Bytes alive under a ZeRO stage. arriving: of shares of a block's
+        gradients."""
+        if zero < 2:
+            return self.whole
+        name = f"{zero}" if shares_experts else f"{zero}_but_experts"
+        amounts = vars(self)
+        return max(amounts[f"zero_{name}"], amounts[f"ready_{name}"] + arriving)
 
     def largest(self, other: Alive, beside: float) -> Alive:
         """Returns the larger of each amount; the other's with `beside` added."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Alive(*[max(x, beside + y) for x, y in pairs])
+
+
+@dataclass(frozen=True)
+class Kernels(Amounts):
+    """What some nodes take, in parts that a device gives seconds, see `PartCost`.
+    seconds: of those that were measured."""
+
+    launches: float = 0.0
+    moved: float = 0.0
+    work: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +70,11 @@ class PartCost(Amounts):
     measured to take, see `passes.price.measured`; of the others' launches, moved bytes,
     work in seconds of products at the device's peak, and attention in seconds: see
     `passes.price.price.retimed`. exchanges: what is waited for; beside: of parameters
-    and their gradients, by block, while it computes. gathered, scattered, zeroed_calls,
-    zeroed_bytes: what would move by block and be set to 0 if ranks shared parameters,
-    see `passes.price.share`. alive: of a stage's part with others beside it; alone: of
-    a piece that is a stage by itself.
+    and their gradients, by block, while it computes. gathered, scattered: what would
+    move by block if ranks shared parameters, see `passes.price.share`; made: what it
+    then takes more to make gradients instead of adding to them, and what of that is of
+    experts. alive: of a stage's part with others beside it; alone: of a piece that is a
+    stage by itself.
     """
 
     seconds: float = 0.0
@@ -71,8 +90,8 @@ class PartCost(Amounts):
     beside: Exchanges = ()
     gathered: BlockMessages = field(default_factory=BlockMessages)
     scattered: BlockMessages = field(default_factory=BlockMessages)
-    zeroed_calls: float = 0.0
-    zeroed_bytes: float = 0.0
+    made: Kernels = Kernels()
+    made_of_experts: Kernels = Kernels()
     alive: Alive = Alive()
     alone: Alive = Alive()
 
@@ -202,8 +221,8 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     # A weight that both ends use is whole between its uses, and so is its gradient.
     tied = max(0.0, sum(p.held.parameters for p in parts) - whole.held.parameters)
     if tied:
-        most[FORWARD] += Alive(0.0, 0.0, tied, 0.0, tied)
-        most[BACKWARD] += Alive(0.0, tied, tied, tied, tied)
+        most[FORWARD] += Alive(zero_3=tied, zero_3_but_experts=tied)
+        most[BACKWARD] += Alive(0.0, *[tied] * 8)
     account = whole.with_alive(most.values())
     return account.changed(received=parts[0].received, sent=parts[-1].sent)
 

@@ -11,34 +11,60 @@ from ..ops.attention import passed_round, ring_of
 from ..ops.collectives import SPEAKS, UNDER_WAY
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
-from ..price.account import Account, PartCost
+from ..price.account import Account, Kernels, PartCost
 from ..price.attention import attention_share
 from ..price.cluster import Device
 from ..price.fusion import fused_traffic
 from ..price.measured import BETWEEN, BEYOND, MEASURED, SOURCES, TABLE, between
-from ..price.price_memory import with_held
+from ..price.price_memory import Sharing, find_experts, with_held
 from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
 
+ZEROS = "aten.zeros.default"
+
 
 def price(
-    local: LocalStage, device: Device, shares: bool = False, offload: bool = False
+    local: LocalStage,
+    device: Device,
+    sharing: Sharing | None = None,
+    offload: bool = False,
 ) -> Account:
-    """The account of one rank's stage. shares: with what it would have alive if ranks
-    of dp held shares of it, see `passes.price.share`. offload: the optimizer's state
-    is not on the device."""
-    return with_held(compute(local, device), local, shares, offload)
+    """The account of one rank's stage. sharing: for what it would take and have alive
+    if ranks of dp held shares of it, see `passes.price.share`. offload: the optimizer's
+    state is not on the device."""
+    account = compute(local, device)
+    if sharing:
+        account = _with_made(account, sharing, device)
+    return with_held(account, local, sharing, offload)
+
+
+def _with_made(account: Account, sharing: Sharing, device: Device) -> Account:
+    """With what the backward takes more whose gradients are made."""
+    local, made = sharing
+    experts = {made[name].name for name in find_experts(local) & made.keys()}
+    halves = []
+    parts = account.backward, account.weight
+    for part, (nodes, ends) in zip(parts, _backward(local), strict=True):
+        more = _kernels(compute_part(nodes, device, {v.name for v in ends}))
+        zeros = [n for n in nodes if n.op == ZEROS and n.out.name in experts]
+        own = _kernels(compute_part(zeros, device))
+        halves.append(part.changed(made=more - _kernels(part), made_of_experts=own))
+    return account.with_parts(account.forward, *halves)
+
+
+def _kernels(part: PartCost) -> Kernels:
+    """What it computes."""
+    known = part.measured + part.between + part.beyond
+    return Kernels(part.launches, part.moved, part.work, known)
 
 
 def compute(local: LocalStage, device: Device) -> Account:
     """What a rank's stage computes and moves, without what it holds."""
     ends = [*local.residuals, *local.ends]
-    halves = [v for v in (*local.d_receives, *local.weight_residuals) if v is not None]
     parts: tuple[tuple[Sequence[Node], Sequence[Value]], ...] = (
         (local.forward, ends),
-        (local.backward, halves),
-        (local.weight_half or (), []),
+        *_backward(local),
         ((*local.prologue, *local.epilogue), []),
     )
     trained = [v for v in local.params if v.name in local.grads and device.ops.update]
@@ -48,6 +74,12 @@ def compute(local: LocalStage, device: Device) -> Account:
     return Account(update=update, casts=compute_part(casts, device)).with_parts(
         *(compute_part(ns, device, {v.name for v in out}) for ns, out in parts)
     )
+
+
+def _backward(local: LocalStage) -> list[tuple[Sequence[Node], Sequence[Value]]]:
+    """Nodes of both halves, and what lives on after them."""
+    halves = [v for v in (*local.d_receives, *local.weight_residuals) if v is not None]
+    return [(local.backward, halves), (local.weight_half or (), [])]
 
 
 def compute_part(

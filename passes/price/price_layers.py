@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..cost import Exchange, join_exchanges
 from ..dims.name_dims import Named
@@ -22,6 +22,7 @@ from ..plan import Plan
 from ..price.account import Account, Held, by_itself, in_a_row
 from ..price.cluster import Device
 from ..price.price import price
+from ..price.price_memory import Sharing
 from ..shard.cut_weights import cut_weights
 from ..shard.insert_collectives import insert_collectives
 from ..shard.propagate import propagate
@@ -152,39 +153,56 @@ class Cut:
 
     stages: the whole model; each run by itself, if there are two; and of three the
     last two together. counts: names of what ranks of dp, which the mesh is without,
-    add up as well.
+    add up as well. shares: whether they may hold shares of parameters.
     """
 
     plan: Plan
     stages: tuple[Stage, ...]
     counts: frozenset[str]
+    shares: bool = True
 
     @property
     def whole(self) -> Stage:
         return self.stages[0]
 
     @cached_property
-    def whole_backwards(self) -> tuple[Joint, ...]:
+    def whole_backwards(self) -> tuple[Joints, ...]:
         """Forward and backward of each stage."""
         return self._joints(halves=False)
 
     @cached_property
-    def split_backwards(self) -> tuple[Joint, ...]:
+    def split_backwards(self) -> tuple[Joints, ...]:
         """The same with backwards in halves."""
         return self._joints(halves=True)
 
-    def _joints(self, halves: bool) -> tuple[Joint, ...]:
+    def _joints(self, halves: bool) -> tuple[Joints, ...]:
         sizes = {axis: self.plan.size(axis) for axis in self.plan.axes}
         plan = self.plan
-        made = dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
-        return tuple(join(stage, sizes, *made) for stage in self.stages)
+        how = sizes, dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
+        return tuple(
+            Joints(
+                join(stage, *how),
+                join(stage, *how, makes=True) if self.shares else None,
+            )
+            for stage in self.stages
+        )
 
 
-def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
+class Joints(NamedTuple):
+    """A stage's forward and backward; and where ranks may hold shares, the same with
+    gradients that are made."""
+
+    usual: Joint
+    makes: Joint | None
+
+
+def cut_layers(
+    named: Named, plan: Plan, starts: tuple[str, ...], shares: bool = True
+) -> Cut:
     """Cut a model whose runs of layers begin at the module paths `starts`: three of
     them, or two or one of a model that has no more.
 
-    plan: its mesh and microbatches; its stages do not matter.
+    plan: its mesh and microbatches; its stages do not matter. shares: see `Cut`.
     """
     sharded = propagate(named, plan)
     lowered = sort_rows(insert_collectives(cut_weights(sharded)))
@@ -199,7 +217,7 @@ def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
     if len(cuts) > 1:
         pieces.append((1, ends[1], ends[-1]))
     stages = tuple(cut_stage(chain, *piece) for piece in pieces)
-    return Cut(plan, stages, frozenset(sharded.counts))
+    return Cut(plan, stages, frozenset(sharded.counts), shares)
 
 
 def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
@@ -207,8 +225,8 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
     plan = replace(cut.plan, recompute=recompute)
     device = device.running(plan.tf32, plan.backend)
     whole, *row = [
-        _price(joint, plan, cut.counts, device)
-        for joint in (cut.split_backwards if halves else cut.whole_backwards)
+        _price(joints, plan, cut.counts, device)
+        for joints in (cut.split_backwards if halves else cut.whole_backwards)
     ]
     if not row:
         return LayerPrices(1, whole)
@@ -220,12 +238,15 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
 
 
 def _price(
-    joint: Joint, plan: Plan, counts: Collection[str], device: Device
+    joints: Joints, plan: Plan, counts: Collection[str], device: Device
 ) -> Account:
-    local = finish(joint, joint.stage.policies(plan))
+    policies = joints.usual.stage.policies(plan)
+    local, sharing = finish(joints.usual, policies), None
+    if joints.makes:
+        sharing = Sharing(finish(joints.makes, policies), joints.makes.made)
     made = [n for n in local.prologue if any(v.name in counts for v in n.results)]
     added = join_exchanges(_added_up(node) for node in made)
-    return price(local, device, shares=True).changed(counts=added)
+    return price(local, device, sharing).changed(counts=added)
 
 
 def _added_up(node: Node) -> Exchange:

@@ -8,39 +8,47 @@ most that is alive where nobody shares them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
-from ..cost import Exchange, join_exchanges, traffic
-from ..graph import Node
+from ..cost import Exchange, join_exchanges
+from ..graph import Value
 from ..mesh import AXES, TIME
-from ..ops.memory import ADD_EACH
-from ..ops.op import op_of
-from ..ops.products import of_weight_grad
-from ..price.account import Account, Alive, Held, PartCost
+from ..price.account import Account, Alive, Held
 from ..shard.parameter_sharding import find_casts
 from ..stage.blocks import beside_blocks, block_messages
-from ..stage.count_footprint import footprints, nothing_beside
+from ..stage.count_footprint import footprint, footprints
 from ..stage.local_stage import LocalStage
 
 
+class Sharing(NamedTuple):
+    """What tells how ranks would run a stage that held shares of its parameters: the
+    stage whose backward makes gradients; parameter -> its gradient there."""
+
+    local: LocalStage
+    made: Mapping[str, Value]
+
+
 def with_held(
-    account: Account, local: LocalStage, shares: bool, offload: bool
+    account: Account, local: LocalStage, sharing: Sharing | None, offload: bool
 ) -> Account:
-    """The account of what a stage computes, with the bytes that it holds. shares: with
-    what ranks that hold shares of parameters would have alive. offload: the optimizer's
-    state is not on the device."""
-    experts = _experts(local)
-    besides = beside_blocks(local, experts) if shares else nothing_beside
-    sizes, *others = footprints(local, besides)
+    """The account of what a stage computes, with the bytes that it holds. offload: the
+    optimizer's state is not on the device."""
+    experts = find_experts(local)
+    sizes, others = footprint(local), []
+    gathered = block_messages(local, local.forward, experts)
+    account = account.changed(forward=account.forward.changed(gathered=gathered))
+    if sharing:
+        besides = beside_blocks(sharing.local, experts, sharing.made)
+        others = footprints(sharing.local, besides)
+        account = _with_messages(account, sharing, experts)
     among, alone = others[: len(others) // 2], others[len(others) // 2 :]
     if not experts:
         among, alone = 2 * among, 2 * alone  # there is nothing to leave out
-    late = local.weight_half or ()
-    nodes = {"forward": local.forward, "backward": local.backward, "weight": late}
     parts = [
         replace(
-            _by_block(part, local, nodes[name], experts, grads=name != "forward"),
+            part,
             alive=Alive(*[getattr(x, f"{name}_peak") for x in (sizes, *among)]),
             alone=Alive(*[getattr(x, f"{name}_peak") for x in (sizes, *alone)]),
         )
@@ -83,30 +91,25 @@ def _pending(name: str, local: LocalStage) -> tuple[str, ...]:
     return tuple(sorted(local.stage.shardings[name].varying - {TIME}))
 
 
-def _by_block(
-    part: PartCost,
-    local: LocalStage,
-    nodes: Sequence[Node],
-    experts: Collection[str],
-    grads: bool,
-) -> PartCost:
+def _with_messages(
+    account: Account, sharing: Sharing, experts: Collection[str]
+) -> Account:
     """With messages of parameters and gradients, by block, see `passes.price.share`."""
-    # Gradients that products add to are set to 0; what is made is not added.
-    zeroed = [n for n in nodes if op_of(n).flops is of_weight_grad]
-    added = [n for n in nodes if n.op == ADD_EACH]
-    zeros = sum(n.operands[0].bytes for n in zeroed)
-    moved = replace(
-        part,
-        gathered=block_messages(local, nodes, experts, False),
-        zeroed_calls=len(zeroed) - len(added),
-        zeroed_bytes=zeros - sum(map(traffic, added)),
-    )
-    if not grads:
-        return moved
-    return replace(moved, scattered=block_messages(local, nodes, experts, True))
+    local, made = sharing
+    halves = [
+        part.changed(
+            gathered=block_messages(local, nodes, experts),
+            scattered=block_messages(local, nodes, experts, made),
+        )
+        for part, nodes in (
+            (account.backward, local.backward),
+            (account.weight, local.weight_half or ()),
+        )
+    ]
+    return account.with_parts(account.forward, *halves)
 
 
-def _experts(local: LocalStage) -> set[str]:
+def find_experts(local: LocalStage) -> set[str]:
     """Parameters of which each rank that holds experts has others."""
     axes = [name for name, axis in AXES.items() if axis.holds_experts]
     shardings = local.stage.shardings

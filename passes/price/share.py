@@ -15,11 +15,13 @@ from functools import cached_property, lru_cache
 
 from ..cost import Exchange, Exchanges, join_exchanges
 from ..mesh import AXES, Mesh
-from ..price.account import Account, Alive, Held, PartCost
+from ..price.account import Account, Alive, Held, Kernels, PartCost
 from ..price.candidate import Candidate
 from ..price.cluster import Device
 from ..price.price import retimed_part
 from ..stage.blocks import BlockMessages
+
+NOTHING = Kernels()
 
 
 def resting_bytes(account: Account, candidate: Candidate) -> tuple[float, float]:
@@ -129,26 +131,33 @@ class _Shares:
         parts = {**account.microbatch, "step": step}
         among = self.candidate.data_parallel > 1
         for name, part in account.microbatch.items() if zero > 1 else ():
-            parts[name] = part.changed(alive=Alive(part.alive.of(zero, among)))
+            most = part.alive.of(zero, among, self.arriving(part))
+            parts[name] = part.changed(alive=Alive(most))
         where = "forward" if zero == 3 else "step"
         moves = self.messages("all_gather", account.forward.gathered, True)
         parts[where] = _with(parts[where], moves)
         halves = {"backward": account.backward, "weight": account.weight}
-        scattered = max(1, sum(part.scattered.bytes for part in halves.values()))
+        scattered = max(1, sum(map(_scattered, halves.values())))
         speed = device.bytes_per_second * device.bandwidth_efficiency
         for name, part in halves.items():
-            moves = self.messages("reduce_scatter", part.scattered, True)
+            moves = scatters = self.messages("reduce_scatter", part.scattered, True)
             if zero == 3:
                 moves = [*self.messages("all_gather", part.gathered, False), *moves]
-            kept = self.held.trained * part.scattered.bytes / scattered
-            launches, moved = self.calls(part.scattered, True), 2 * kept
+            kept = self.held.trained * _scattered(part) / scattered
+            own = Kernels(float(sum(e.calls for e in scatters)), 2 * kept)
             if zero > 1:
-                launches += part.zeroed_calls
-                moved += part.zeroed_bytes
+                own += part.made if among else part.made - part.made_of_experts
             where = name if zero > 1 else "step"
-            seconds = device.launch * launches + moved / speed
-            parts[where] = _with(parts[where], moves, launches, moved, seconds)
+            seconds = device.launch * own.launches + own.moved / speed
+            seconds += own.work / device.efficiency + own.seconds
+            parts[where] = _with(parts[where], moves, own, seconds)
         return parts.values()
+
+    def arriving(self, part: PartCost) -> float:
+        """Bytes of shares of the largest block's gradients."""
+        of, c = part.scattered, self.candidate
+        experts = of.largest_of_some / c.data_parallel if c.data_parallel > 1 else 0.0
+        return of.largest / c.alike + experts
 
     def casts_less(self, device: Device) -> PartCost:
         """What casts of shares take less than those of whole parameters: as many are
@@ -157,22 +166,22 @@ class _Shares:
         less = self.account.casts * (self.held.cast / whole - 1 if whole else 0.0)
         return retimed_part(less.changed(launches=0.0), device)
 
-    def calls(self, sent: BlockMessages, tied_too: bool) -> float:
-        """Messages of a part by block; a weight of both ends of the model is one by
-        itself on the last, but what the backward gathers."""
-        alone = tied_too and self.account.tied.trained and self.account.received
-        return sent.calls + bool(alone and sent.calls)
-
     def messages(
         self, kind: str, sent: BlockMessages, tied_too: bool
     ) -> list[Exchange]:
-        """One message for all axes that share a block out."""
-        sizes = {self.axes.of_others: sent.bytes - sent.of_some}
-        own = self.axes.of_experts
-        sizes[own] = sizes.get(own, 0.0) + sent.of_some
-        calls = self.calls(sent, tied_too)
-        moved = ((axes, size) for axes, size in sizes.items() if axes and size > 0)
-        return [Exchange(kind, axes, calls, size) for axes, size in moved]
+        """One message for all axes that share a block out; a weight of both ends of the
+        model is one by itself on the last, but what the backward gathers."""
+        alone = tied_too and self.account.tied.trained and self.account.received
+        calls = sent.calls + bool(alone and sent.calls)
+        each = (
+            (self.axes.of_others, calls, sent.bytes),
+            (self.axes.of_experts, sent.calls_of_some, sent.of_some),
+        )
+        return [
+            Exchange(kind, axes, calls, size)
+            for axes, calls, size in each
+            if axes and size > 0
+        ]
 
     # At the begin of a step parameters are whole and in rows; at its end gradients are,
     # beside the others' addends and the shares.
@@ -196,7 +205,9 @@ class _Shares:
         account = self.account
         if self.zero == 3:
             return account.edges + self.more_whole
-        block = account.forward.gathered.largest / max(1, account.held.read)
+        gathered = account.forward.gathered
+        block = gathered.largest + gathered.largest_of_some
+        block /= max(1, account.held.read)
         least = (
             self.candidate.data_parallel
             if account.experts.trained
@@ -213,17 +224,22 @@ def _share_of(held: Held, ranks: int) -> Held:
     return Held(*[size / ranks for size in vars(held).values()])
 
 
+def _scattered(part: PartCost) -> float:
+    """Bytes of all gradients that leave it by block."""
+    return part.scattered.bytes + part.scattered.of_some
+
+
 def _with(
     part: PartCost,
     beside: Sequence[Exchange],
-    launches: float = 0.0,
-    moved: float = 0.0,
+    own: Kernels = NOTHING,
     seconds: float = 0.0,
 ) -> PartCost:
     both = (*part.beside, *beside)
     return part.changed(
         beside=join_exchanges(both) if part.beside else both,
-        launches=part.launches + launches,
-        moved=part.moved + moved,
+        launches=part.launches + own.launches,
+        moved=part.moved + own.moved,
+        work=part.work + own.work,
         seconds=part.seconds + seconds,
     )

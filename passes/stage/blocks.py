@@ -1,11 +1,12 @@
 """What ZeRO has alive by block while a part runs, beside what the part itself has.
 
-Counted on the nodes of a rank that holds parameters and gradients whole: where these
-are used says when `passes.stage.overlap` would gather and scatter them. A block is what
-neighbours of one layer use. Its weights arrive in rows while the block before computes,
-are whole from the block's first use on, each until its own last one. Its gradients are
-whole until the last is made, and then on their way, with the others' addends, until
-those of the next block are. What lies beyond the stage, unless the model ends there,
+Counted on the nodes of a rank that holds parameters whole and makes gradients, see
+`passes.stage.differentiate.join`: where these are used says when `passes.stage.overlap`
+would gather and scatter them. A block is what neighbours of one layer use. Its weights
+arrive in rows while the block before computes, are whole from the block's first use on,
+each until its own last one. Its gradients stay until the last is made, and are then on
+their way, with the others' addends, until those of the next block are. What lies
+beyond the stage, unless the model ends there,
 counts as a block like the one next to it, since stages are priced in pieces.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from operator import add
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -23,14 +24,17 @@ from ..cost import Amounts
 from ..graph import Node, Value
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
+from ..stage.overlap import READY
 
 Runs = Collection[tuple[int, int]]  # of nodes that are a function, from begin to end
-# What may be beside nodes, in several cases: bytes at each of them.
-Besides = Callable[[Sequence[Node], Runs], Sequence[Sequence[int]]]
+# What may be beside nodes, in several cases: bytes at each of them; None: that one does
+# not count.
+Besides = Callable[[Sequence[Node], Runs], Sequence[Sequence[int | None]]]
 
 
 class _Use(NamedTuple):
-    """The nodes at which a parameter or its gradient is used first and last."""
+    """The nodes at which a parameter is used first and last, or at which its gradient
+    is ready."""
 
     first: int
     last: int
@@ -43,33 +47,42 @@ class _Use(NamedTuple):
 @dataclass(frozen=True)
 class BlockMessages(Amounts):
     """Parameters that a part gathers by block, or gradients that leave it: messages,
-    one for each dtype of a block, bytes of them all, those of some, and those of the
-    largest block."""
+    one for each dtype of a block, bytes of them, and of the largest block; and the same
+    of some, which are not among these."""
 
     calls: float = 0.0
     bytes: float = 0.0
-    of_some: float = 0.0
     largest: float = 0.0
+    calls_of_some: float = 0.0
+    of_some: float = 0.0
+    largest_of_some: float = 0.0
 
 
 def block_messages(
-    local: LocalStage, nodes: Sequence[Node], some: Collection[str], grads: bool
+    local: LocalStage,
+    nodes: Sequence[Node],
+    some: Collection[str],
+    made: Mapping[str, Value] | None = None,
 ) -> BlockMessages:
     """What `passes.stage.overlap` would send for some nodes of a stage, if ranks held
-    shares of its parameters. grads: of gradients, else of parameters. some: names of
-    parameters that are counted apart."""
-    casts = find_casts(local.prologue, local.params)
-    moved, owner = _gathered(local, casts), casts
-    if grads:
-        moved = {g.name: g for g in local.grads.values()}
-        owner = {g.name: name for name, g in local.grads.items()}
-    blocks = _blocks(_uses(nodes, (), moved, by_first=not grads))
-    uses = [use for block in blocks for use in block]
-    apart = [u.bytes for u in uses if owner.get(u.name, u.name) in some]
-    largest = max((sum(u.bytes for u in block) for block in blocks), default=0)
-    whole = sum(u.bytes for u in uses)
-    calls = sum(len({u.dtype for u in block}) for block in blocks)
-    return BlockMessages(calls, whole, sum(apart), largest)
+    shares of its parameters. some: names of parameters that are counted apart. made: by
+    parameter, gradients; None: of parameters."""
+    if made is None:
+        owner = find_casts(local.prologue, local.params)
+        blocks = _blocks(_uses(nodes, (), _gathered(local, owner)))
+    else:
+        owner = {g.name: name for name, g in made.items()}
+        blocks = _blocks(_gradients(nodes, made))
+    amounts: list[float] = []
+    for apart in (False, True):
+        own = [
+            [use for use in block if (owner.get(use.name, use.name) in some) == apart]
+            for block in blocks
+        ]
+        sizes = [sum(use.bytes for use in block) for block in own]
+        calls = sum(len({use.dtype for use in block}) for block in own)
+        amounts += [calls, sum(sizes), max(sizes, default=0)]
+    return BlockMessages(*amounts)
 
 
 def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
@@ -78,42 +91,73 @@ def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
     return {v.name: v for v in (*local.params, *made)}
 
 
-def beside_blocks(local: LocalStage, some: Collection[str]) -> Besides:
-    """For `passes.stage.count_footprint`: nothing; gradients by block, as in ZeRO-2;
-    and weights too, as in ZeRO-3, in the precision in which they are gathered. These
-    two again without parameters that no other rank has, `some`, if there are any, which
-    are never gathered; and all of that again for a stage that is no piece of one, with
-    blocks next to it."""
+def beside_blocks(
+    local: LocalStage, some: Collection[str], made: Mapping[str, Value]
+) -> Besides:
+    """For `passes.stage.count_footprint`: gradients by block, as in ZeRO-2; and weights
+    too, as in ZeRO-3, in the precision in which they are gathered; and either only
+    where a block's gradients are ready, when shares of the block before arrive, which
+    are not counted. All of these again without parameters that no other rank has,
+    `some`, if there are any, which are never gathered; and all of that again for a
+    stage that is no piece of one, with blocks next to it. made: by parameter,
+    gradients."""
     casts = find_casts(local.prologue, local.params)
     weights = _gathered(local, casts)
-    grads = {g.name: g for g in local.grads.values()}
     alone = {*some, *(name for name, held in casts.items() if held in some)}
-    alone |= {g.name for name, g in local.grads.items() if name in some}
+    alone |= {g.name for name, g in made.items() if name in some}
 
-    def besides(nodes: Sequence[Node], runs: Runs) -> list[Sequence[int]]:
+    def besides(nodes: Sequence[Node], runs: Runs) -> list[Sequence[int | None]]:
         count = len(nodes)
-        read = _uses(nodes, runs, weights, by_first=True)
-        made = _uses(nodes, runs, grads, by_first=False)
-        rows: list[Sequence[int]] = [[0] * count]
+        read = _uses(nodes, runs, weights)
+        grads = _gradients(nodes, made)
+        rows: list[Sequence[int | None]] = []
         for neighbours in (True, False):
             before = neighbours and bool(local.receives)
             after = neighbours and local.loss is None
             if nodes is not local.forward:
                 before, after = after, before
             for left_out in (set[str](), alone) if some else (set[str](),):
-                scattered = _scatter(count, _blocks(made, left_out), before)
+                blocks = _blocks(grads, left_out)
+                scattered = _scatter(count, blocks, before)
+                if left_out:  # they are added to what is there
+                    scattered = [*map(sub, scattered, _made(nodes, left_out))]
                 gathered = _gather(count, _blocks(read, left_out), after)
-                rows += [scattered, [*map(add, gathered, scattered)]]
+                both = [*map(add, gathered, scattered)]
+                ready = _ready(blocks, before)
+                rows += [scattered, both, _only(ready, scattered), _only(ready, both)]
         return rows
 
     return besides
 
 
-def _uses(
-    nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value], by_first: bool
-) -> list[_Use]:
-    """In the order of first or last uses. Views of parameters count as uses of
-    them."""
+def _made(nodes: Sequence[Node], names: Collection[str]) -> list[int]:
+    """Bytes of values from where they are made to where they are ready."""
+    alive = _Alive(len(nodes))
+    at = {v.name: i for i, n in enumerate(nodes) for v in n.results if v.name in names}
+    for i, node in enumerate(nodes):
+        for v in node.operands if node.op == READY else ():
+            if v.name in at:
+                alive.add(at[v.name], i + 1, v.bytes)
+    return alive.levels()
+
+
+def _ready(blocks: Sequence[Sequence[_Use]], before: bool) -> dict[int, int]:
+    """The nodes where gradients of a block are ready, with how much less is on its way
+    until then than there will be."""
+    sizes = [sum(use.bytes for use in block) for block in blocks]
+    ends = [block[0].last for block in blocks]
+    first = sizes[0] if blocks and before else 0
+    pairs = zip([first, *sizes], sizes, strict=False)
+    return {end: 2 * (x - y) for end, (x, y) in zip(ends, pairs, strict=True)}
+
+
+def _only(nodes: Mapping[int, int], row: Sequence[int]) -> list[int | None]:
+    """What is beside these nodes, with so much more."""
+    return [n + nodes[i] if i in nodes else None for i, n in enumerate(row)]
+
+
+def _uses(nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value]) -> list[_Use]:
+    """In the order of first uses. Views of parameters count as uses of them."""
     if not moved:
         return []
     first: dict[str, int] = {}
@@ -126,11 +170,22 @@ def _uses(
             if v.name in moved:
                 first.setdefault(v.name, i)
                 last[v.name] = ends[i]
-    uses = []
-    for n, i in first.items():
-        layer = nodes[i if by_first else last[n]].location.layer
-        uses.append(_Use(i, last[n], moved[n].bytes, moved[n].dtype, layer, n))
-    return sorted(uses, key=lambda use: use.first if by_first else use.last)
+    return [
+        _Use(i, last[n], moved[n].bytes, moved[n].dtype, nodes[i].location.layer, n)
+        for n, i in first.items()
+    ]
+
+
+def _gradients(nodes: Sequence[Node], made: Mapping[str, Value]) -> list[_Use]:
+    """Where they are ready."""
+    names = {v.name for v in made.values()}
+    return [
+        _Use(i, i, v.bytes, v.dtype, node.location.layer, v.name)
+        for i, node in enumerate(nodes)
+        if node.op == READY
+        for v in node.operands
+        if v.name in names
+    ]
 
 
 def _blocks(uses: Sequence[_Use], left_out: Collection[str] = ()) -> list[list[_Use]]:
@@ -178,12 +233,9 @@ def _scatter(nodes: int, blocks: Sequence[Sequence[_Use]], before: bool) -> list
     """before: gradients of another block are on their way when the first begins."""
     alive = _Alive(nodes)
     sizes = [sum(use.bytes for use in block) for block in blocks]
+    ends = [*(block[0].last for block in blocks), nodes]
     if blocks and before:
-        alive.add(0, blocks[0][-1].last, 2 * sizes[0])
-    for i, block in enumerate(blocks):
-        end = block[-1].last
-        for use in block:
-            alive.add(use.first, end + 1, use.bytes)
-        landed = blocks[i + 1][-1].last if i + 1 < len(blocks) else nodes
-        alive.add(end, landed, 2 * sizes[i])
+        alive.add(0, ends[0], 2 * sizes[0])
+    for size, end, landed in zip(sizes, ends, ends[1:], strict=False):
+        alive.add(end, landed, 2 * size)
     return alive.levels()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from operator import add
 
 from ..graph import Node
 from ..graph_text import DTYPES
@@ -28,7 +27,7 @@ def footprint(local: LocalStage) -> Footprint:
     return footprints(local, nothing_beside)[0]
 
 
-def nothing_beside(nodes: Sequence[Node], runs: Runs) -> list[list[int]]:
+def nothing_beside(nodes: Sequence[Node], runs: Runs) -> list[list[int | None]]:
     """The one case in which nothing is there but what values stand for."""
     return [[0] * len(nodes)]
 
@@ -91,7 +90,11 @@ def _whole(local: LocalStage) -> tuple[int, int]:
 def _peaks(part: Storages, besides: Besides) -> list[int]:
     """The most bytes alive at once, with those that no value stands for."""
     rows = besides(part.nodes, part.runs)
-    return [max([part.before, *map(add, part.levels, row)]) for row in rows]
+    most = []
+    for row in rows:
+        pairs = zip(part.levels, row, strict=True)
+        most.append(max([part.before, *(x + y for x, y in pairs if y is not None)]))
+    return most
 
 
 def communication(local: LocalStage) -> list[Communication]:

@@ -7,7 +7,7 @@ begin comes after that, in `finish`: so one joint serves all policies of recompu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
@@ -48,7 +48,8 @@ class Joint:
     sources: values from outside, by field of `LocalStage`. standing: names of what is
     there between steps, or for a whole one. halves: whether the backward is to be
     split; input_half: names of the cotangents that its input half is for. taken: all
-    names of values.
+    names of values. made: parameter -> its gradient, of a joint that makes these
+    instead of adding to `grads`, see `join`.
     """
 
     stage: Stage
@@ -67,6 +68,7 @@ class Joint:
     halves: bool
     input_half: frozenset[str]
     taken: frozenset[str]
+    made: Mapping[str, Value] = field(default_factory=dict)
 
     @cached_property
     def run(self) -> Run:
@@ -129,8 +131,13 @@ def join(
     zero: int = 0,
     halves: bool = False,
     scaled: bool = False,
+    makes: bool = False,
 ) -> Joint:
-    """Localize a stage and write its backward, see `differentiate`."""
+    """Localize a stage and write its backward, see `differentiate`.
+
+    makes: a microbatch's gradients of parameters are values of the backward, as where
+    they are to be scattered, and nothing is added to.
+    """
     local = Localizer(stage.dims, stage.shardings, sizes, coords)
     parts, sources, loss = _localized(stage, local)
     forward = fuse_bias(materialize_masks(parts["forward"]))
@@ -138,15 +145,16 @@ def join(
     casts = find_casts(forward, sources["params"])
     standing = _standing(parts["setup"], sources) | casts.keys()
     whole = _boundary(forward, standing) if zero == 1 else ()
-    trained = (*sources["params"], *whole)
+    trained = () if makes else (*sources["params"], *whole)
     dtypes = gradient_dtypes(forward, sources["params"])
     writer = Writer(builder, stage.differentiable, trained, sizes, dtypes, casts)
     writer.run_forward(forward)
     d_sends = writer.seed(sources["sends"], loss, halves, scaled)
     d_receives = writer.run_backward(sources["receives"])
+    made = writer.take_gradients(sources["params"]) if makes else {}
     writer.run_epilogue()
     ends = *sources["sends"], *sources["outputs"], *([loss] if loss else ())
-    writer.drop_dead(d_receives, {v.name for v in ends})
+    writer.drop_dead((*d_receives, *made.values()), {v.name for v in ends})
     once = writer.take_once(casts, standing, gathers=zero in (1, 2))
     before = map(writer.with_results, materialize_masks(parts["prologue"]))
     prologue = (*before, *once)
@@ -172,6 +180,7 @@ def join(
         halves=halves,
         input_half=frozenset(input_half),
         taken=frozenset(builder.taken),
+        made=made,
     )
 
 
@@ -211,6 +220,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     own = own_residuals(ahead, residuals, filter(None, handed))
     parts = [early(backward, returned, own)]
     parts += [early(weight_half, (), {})] if joint.halves else []
+    parts = [_tell_made(part, joint.made) for part in parts] if joint.made else parts
     epilogue = scatter_behind(joint.epilogue, (), by_layer, builder)
     parts[-1], epilogue = _tell_ready(joint, parts, epilogue)
     return LocalStage(
@@ -249,6 +259,13 @@ def _tell_ready(
     after = {name: v for name, v in pending.items() if name in late}
     epilogue = await_gradients(tell_ready([epilogue], after), wholes)
     return tell_ready(parts, wholes | before), epilogue
+
+
+def _tell_made(part: Sequence[Node], made: Mapping[str, Value]) -> list[Node]:
+    """A part of the backward, which says which of the gradients that it makes are
+    ready."""
+    results = {v.name: v for n in part for v in n.results}
+    return tell_ready([part], {v.name: v for v in made.values() if v.name in results})
 
 
 def _localized(

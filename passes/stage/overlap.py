@@ -202,8 +202,8 @@ def _first_scatters(
 def tell_ready(
     parts: Sequence[Sequence[Node]], gradients: Mapping[str, Value]
 ) -> list[Node]:
-    """The last of the parts that add to gradients, with nodes in it that say, by block,
-    to which of them nothing will be added any more.
+    """The last of the parts that make gradients or add to them, with nodes in it that
+    say, by block, to which of them nothing will be added any more.
 
     gradients: by name. What other parts add to is ready when the last one begins.
     """
@@ -211,8 +211,9 @@ def tell_ready(
     last: dict[str, tuple[int, str]] = dict.fromkeys(gradients, (-1, ""))
     for early, part in [*((True, p) for p in before), (False, nodes)]:
         for i, node in enumerate(part):
-            if not node.results and node.operands[0].name in last:
-                last[node.operands[0].name] = (-1 if early else i), node.location.layer
+            for v in node.results or node.operands[:1]:
+                if v.name in last:
+                    last[v.name] = (-1 if early else i), node.location.layer
     told: dict[int, list[Node]] = {}
     order = sorted(last.items(), key=lambda item: item[1][0])
     for (layer, _), group in groupby(order, lambda item: (item[1][1], item[1][0] < 0)):

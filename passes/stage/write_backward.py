@@ -111,6 +111,13 @@ class Writer:
         self.backward, cts.nodes = cts.nodes, []
         return tuple(gradients)
 
+    def take_gradients(self, params: tuple[Value, ...]) -> dict[str, Value]:
+        """By parameter, what the backward has made of its gradient."""
+        at = (self.through or self.forward)[0]
+        took = {v.name: self.cts.take(v, at) for v in params if self.cts.wanted(v)}
+        self.backward, self.cts.nodes = [*self.backward, *self.cts.nodes], []
+        return {name: dy for name, dy in took.items() if dy is not None}
+
     def run_epilogue(self) -> None:
         """From the gradients of what is gathered for the whole step to the parameters'.
 
