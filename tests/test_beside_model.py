@@ -145,6 +145,7 @@ def test_gpts_pass(case: Any, flops: float) -> None:
     assert made.by, str(made)
 
 
+@pytest.mark.matrix(quick=2)
 @BOTH
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_mixtures_pass(implementation: str, flops: float) -> None:

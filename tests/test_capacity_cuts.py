@@ -100,6 +100,7 @@ def test_a_cut_is_the_model_s(cut: str, mesh: str) -> None:
     verify(program, *made(CUTS[cut])).check()
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("cut", REFUSED)
 def test_what_a_count_changes_besides_is_refused(cut: str) -> None:
     with pytest.raises(CaptureError, match=r"how many rows .numel\(\) gives") as error:

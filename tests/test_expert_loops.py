@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from autopar.passes.builder import Builder
 from autopar.passes.capture.choices import Match, find_match
-from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Location
 from autopar.runtime.agreement.updates import Updates
@@ -63,6 +62,7 @@ def test_loss_and_gradients_are_the_model_s(add, mesh, microbatches, options) ->
     case(of_all, add).verify(mesh, microbatches, **options)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-stream", "fp16"])
 def test_in_half_precision(precision: str) -> None:
     one = case(of_all, in_place)
@@ -70,10 +70,11 @@ def test_in_half_precision(precision: str) -> None:
     one.verify("dp=2,ep=2", 1, precision=precision)
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("add", LOOPS)
 def test_all_experts_are_one_parameter(add: Callable[..., Tensor]) -> None:
     one = case(of_all, add)
-    traced = trace(one.model, one.batch)
+    traced = one.trace()
     shapes = {v.name: v.shape for v in traced.graph.params}
     assert shapes["layers.0.experts[0:3].1.weight"] == (EXPERTS, 48, WIDTH)
     assert not any("experts.0.1" in name for name in shapes)
@@ -84,6 +85,7 @@ def test_all_experts_are_one_parameter(add: Callable[..., Tensor]) -> None:
     }
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("add", PRESENT)
 def test_numbers_that_there_are_may_be_gone_through(add: Callable[..., Tensor]) -> None:
     """As if all were, since those that are not add nothing."""
@@ -91,22 +93,24 @@ def test_numbers_that_there_are_may_be_gone_through(add: Callable[..., Tensor]) 
     with torch.no_grad():  # an expert that nobody chooses
         one.model.layers[0].router.weight[1] = -100 * one.model.embed.weight.mean(0)
     one.model.embed.weight.data.abs_()
-    traced = trace(one.model, one.batch)
+    traced = one.trace()
     assert traced.joined and not traced.remarks
     one.verify("ep=2", 1)
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("add", COUNTING)
 def test_numbers_that_there_are_may_not_be_counted(add: Callable[..., Tensor]) -> None:
     one = case(of_all, add)
     with pytest.raises(CaptureError, match=r"how many rows \.(unique|nonzero)\(\)"):
-        trace(one.model, one.batch)
+        one.trace()
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("add", DIFFERING)
 def test_turns_that_differ_stay_as_they_are(add: Callable[..., Tensor]) -> None:
     one = case(of_all, add)
-    traced = trace(one.model, one.batch)
+    traced = one.trace()
     assert not traced.joined and "each turn of the loop" in traced.remarks[0]
     if add is other_numbers:
         assert "(turns differ: 'mul' at loops_of_experts.py" in traced.remarks[0]
@@ -117,7 +121,7 @@ def test_turns_that_differ_stay_as_they_are(add: Callable[..., Tensor]) -> None:
 def test_rows_that_mix_are_refused(add: Callable[..., Tensor]) -> None:
     one = case(of_all, add)
     with pytest.raises(CaptureError, match="work on each row"):
-        trace(one.model, one.batch)
+        one.trace()
 
 
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
@@ -141,7 +145,7 @@ def test_optimizers_are_told_whether_ranks_have_the_same(mesh, apart) -> None:
 
 def test_a_weight_of_two_experts_stays_one() -> None:
     one = case(of_all, one_weight)
-    traced = trace(one.model, one.batch)
+    traced = one.trace()
     assert {*traced.joined} == {
         f"layers.0.experts[0:3].3.{kind}" for kind in ("weight", "bias")
     }
@@ -154,7 +158,7 @@ def test_experts_with_names_are_in_their_layer() -> None:
     layer.experts = nn.ModuleDict(
         zip(("of_a", "of_b", "of_c"), layer.experts, strict=True)
     )
-    traced = trace(one.model, one.batch)
+    traced = one.trace()
     products = {n.location.module for n in traced.graph.nodes if n.name == "aten.bmm"}
     assert traced.joined and products == {"layers.0.experts"}
     one.verify("ep=2", 1)

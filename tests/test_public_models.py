@@ -207,6 +207,7 @@ def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     "made", [WithGaps, ByNumber, Convolved, Packed, FromOthers, Rotated]
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops_of_numbers import PRESENT, hit
+from loops_of_numbers import PRESENT
 from losses_of_rows import of_all
 from models import gpt2, llama, plain_gpt
 from models_of_rows import case as experts
@@ -31,7 +31,6 @@ from autopar.passes.price.cluster import PLAIN
 from autopar.verify import verify
 
 ROWS, SEQ, DIM = 2, 4, 8
-SLOW = pytest.mark.slow
 
 
 def lines(traced: Traced) -> list[str]:
@@ -196,9 +195,8 @@ def test_what_differs_is_captured_as_it_is(model, folded) -> None:
     assert not folded
 
 
-@pytest.mark.parametrize(
-    "add", [in_place, copies, hit, *(pytest.param(f, marks=SLOW) for f in PRESENT[1:])]
-)
+@pytest.mark.matrix(quick=1, daily=4)
+@pytest.mark.parametrize("add", [in_place, copies, *PRESENT])
 def test_loops_over_experts_repeat(add, folded) -> None:
     """Nobody knows how many rows an expert has, in whatever layer."""
     one = experts(of_all, *[add] * 9)
@@ -224,6 +222,7 @@ def test_layers_that_differ_where_no_expert_is_hit_do_not_repeat(folded) -> None
     assert not folded
 
 
+@pytest.mark.slow
 def test_what_asks_how_many_rows_there_are_is_captured_as_it_is(folded) -> None:
     def by_count(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         y = torch.zeros_like(x)
