@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,19 +70,27 @@ class Builder:
         return out
 
 
-def prune(graph: Graph, counted: Callable[[Node], bool] | None = None) -> Graph:
-    """Drop nodes, buffers and constants that no output depends on. counted: which nodes
-    stay whatever becomes of their results."""
-    needed = {v.name for v in graph.outputs}
-    nodes = []
-    for node in reversed(graph.nodes):
-        read = any(v.name in needed for v in node.results)
-        if read or (counted is not None and counted(node)):
-            nodes.append(node)
+def needed_nodes(
+    nodes: Sequence[Node],
+    needed: set[str],
+    counted: Callable[[Node], bool] = lambda node: False,
+) -> list[Node]:
+    """The nodes that what is needed depends on; what they read is added to it. counted:
+    which nodes stay whatever becomes of their results."""
+    kept = []
+    for node in reversed(nodes):
+        if counted(node) or any(v.name in needed for v in node.results):
+            kept.append(node)
             needed.update(v.name for v in node.operands)
+    return kept[::-1]
+
+
+def prune(graph: Graph, counted: Callable[[Node], bool] = lambda node: False) -> Graph:
+    """Drop nodes, buffers and constants that no output depends on."""
+    needed = {v.name for v in graph.outputs}
     return replace(
         graph,
-        nodes=tuple(reversed(nodes)),
+        nodes=tuple(needed_nodes(graph.nodes, needed, counted)),
         buffers=tuple(v for v in graph.buffers if v.name in needed),
         constants=tuple(v for v in graph.constants if v.name in needed),
     )

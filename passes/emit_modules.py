@@ -40,7 +40,7 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
     """
     plan = staged.plan
     halves = plan.splits_backward
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    sizes = plan.sizes
     mesh_axes = plan.mesh.stage_axes
     known: dict[object, tuple[str, str, LocalStage]] = {}
     emitted = []

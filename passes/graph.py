@@ -182,6 +182,11 @@ class Node:
             kwargs = map_values(change, kwargs)
         return Node(self.op, args, kwargs, self.outs, self.location)
 
+    def in_module(self, module: str) -> Node:
+        """The same node, of another module."""
+        where = Location(module, self.location.source)
+        return Node(self.op, self.args, self.kwargs, self.outs, where)
+
     def __str__(self) -> str:
         outs = ", ".join("_" if v is None else str(v) for v in self.outs)
         parts = [show(a) for a in self.args]

@@ -308,6 +308,11 @@ class Plan:
         """Ranks of an axis; microbatches of the axis of time."""
         return self.microbatches if axis == TIME else self.mesh.axis_size(axis)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those of the axes that split tensors."""
+        return {axis: self.size(axis) for axis in self.axes}
+
     def to_json(self) -> str:
         data = asdict(self)
         data["mesh"] = str(self.mesh)

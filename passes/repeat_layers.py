@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from .builder import Builder
-from .graph import Graph, Location, Node, Value
+from .graph import Graph, Node, Value
 from .layers import (
     BEFORE,
     FIRST,
@@ -82,8 +82,7 @@ class Repeater:
         node = node.substitute(lambda v: self.now(v, part, copies))
         if (number := number_of(node)) is not None:
             node = node.with_args(number=number + copies * self.strides.get(node.op, 0))
-        module = self.renamed(node.location.module, part, copies)
-        return replace(node, location=Location(module, node.location.source))
+        return node.in_module(self.renamed(node.location.module, part, copies))
 
     def copy(self, node: Node, part: int, copies: int) -> Node:
         """A node of a layer that repeats, so many blocks further on."""

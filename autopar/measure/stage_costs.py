@@ -106,10 +106,8 @@ def _distinct(lowered: Lowered, flows: Collection[str]) -> dict[str, Node]:
     """The graph's nodes that compute and are not too large, as the first rank has them,
     by signature."""
     plan = lowered.plan
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
-    local = Localizer(
-        lowered.dims, lowered.shardings, sizes, dict.fromkeys(plan.axes, 0)
-    )
+    at_zero = dict.fromkeys(plan.axes, 0)
+    local = Localizer(lowered.dims, lowered.shardings, plan.sizes, at_zero)
     nodes: dict[str, Node] = {}
     for node in lowered.graph.nodes:
         mine = local.node(node)

@@ -112,9 +112,8 @@ class Layers:
         if samples > self.load.samples or most % samples:
             return None
         plan = make_plan(mesh, microbatches=most // samples)
-        sizes = {axis: plan.size(axis) for axis in plan.axes}
         whole = cut_layers(self.of.named, plan, ("",)).whole
-        local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
+        local = differentiate(whole, plan.sizes, dict.fromkeys(plan.axes, 0))
         name = f"{str(mesh) or 'one rank'}, {samples} samples"
         if bytes_of(local) > self.limit:
             LOG.warning("%s does not fit here: its ops are not measured", name)

@@ -63,7 +63,7 @@ class Feed:
 
     def steps_of(self, epochs: int) -> int:
         """Steps of so many epochs. Raises: DataError, where there is none."""
-        (samples, seq), _ = next(iter(self.program.inputs.values()))
+        samples, seq = self.shape
         assert isinstance(self.data, Epochs), "opened with epochs"
         if steps := self.data.steps(epochs, samples, seq):
             return steps
@@ -74,10 +74,14 @@ class Feed:
         )
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Samples of one batch, and tokens of a sample."""
+        return next(iter(self.program.inputs.values()))[0]
+
+    @property
     def tokens(self) -> int:
         """In one batch."""
-        shapes = [shape for shape, _ in self.program.inputs.values()]
-        return shapes[0][0] * shapes[0][1]
+        return self.shape[0] * self.shape[1]
 
     def check_length(self) -> None:
         """Raises DataError for a source with fewer tokens than a batch takes of it."""
@@ -97,23 +101,23 @@ class Feed:
     @property
     def samples(self) -> int:
         """In one batch."""
-        return next(iter(self.program.inputs.values()))[0][0]
+        return self.shape[0]
 
     def count(self) -> int:
         """How many samples there are, if none overlaps. Raises: DataError."""
-        (_, seq), _ = next(iter(self.program.inputs.values()))
+        _, seq = self.shape
         return self.data.count(seq)
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """The batch of a step. Raises: DataError; ModelError for fields that do not
         follow from tokens."""
         check_fields(self.program.inputs, self.end)
-        (samples, seq), _ = next(iter(self.program.inputs.values()))
+        samples, seq = self.shape
         return self._fields(*self.data.batch(step, samples, seq))
 
     def sequences(self, first: int, count: int) -> dict[str, Tensor]:
         """So many of the samples that do not overlap, in order; else as a batch."""
-        (_, seq), _ = next(iter(self.program.inputs.values()))
+        _, seq = self.shape
         numbers = np.arange(first, first + count)
         return self._fields(*self.data.samples(numbers, seq))
 

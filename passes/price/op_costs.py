@@ -79,8 +79,7 @@ class OpCosts:
 
     def _seconds(self, node: Node, trained: bool) -> Seconds:
         plan = self.lowered.plan
-        sizes = {axis: plan.size(axis) for axis in plan.axes}
-        parts = op_parts(node, self.flows, self.device, trained, sizes)
+        parts = op_parts(node, self.flows, self.device, trained, plan.sizes)
         took = (
             part_seconds(part, name, plan.mesh, self.cluster)[0]
             for name, part in parts.items()

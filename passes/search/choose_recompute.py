@@ -94,7 +94,7 @@ class _Search:
         policies = {own: fixed[layer] for own, layer in stage.layers.items()}
         key = (stage.text(), *policies.items())
         if key not in self.known:
-            sizes = {axis: plan.size(axis) for axis in plan.axes}
+            sizes = plan.sizes
             first = dict.fromkeys((*sizes, *(axis for axis, _ in plan.mesh.axes)), 0)
             made = (plan.zero, plan.splits_backward, plan.scales_loss)
             self.known[key] = differentiate(stage, sizes, first, policies, *made)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ..capture.traced import Traced
-from ..graph import LAYER, Location, Node, Value
+from ..graph import LAYER, Node, Value
 from ..layers import FIRST, Layered, NotAlike, Repeats, longest, number_in, renumbered
 from ..part import Part
 from ..plan import Plan
@@ -176,8 +176,7 @@ class _Shortener:
         module = self.renamed(node.location.module)
         if module is None:
             raise NotAlike
-        where = Location(module, node.location.source)
-        return replace(node.substitute(self.now), location=where)
+        return node.substitute(self.now).in_module(module)
 
     def now(self, v: Value) -> Value:
         """What is read there in place of a value."""

@@ -128,7 +128,7 @@ class _Propagation:
         self.named, self.plan, self.pins, self.ahead = named, plan, pins, ahead
         self.counts = counts
         self.order = list(plan.axes)
-        self.sizes = {axis: plan.size(axis) for axis in plan.axes}
+        self.sizes = plan.sizes
         self.rank = {
             axis: {wanted: i for i, wanted in enumerate(plan.preferences(axis))}
             for axis in plan.axes

@@ -29,9 +29,8 @@ class Chain:
             if n.results and origins[n.results[0].name] is Origin.BOTH
         ]
         plan = lowered.plan
-        sizes = {axis: plan.size(axis) for axis in plan.axes}
         at_zero = dict.fromkeys(plan.axes, 0)
-        self.local = Localizer(lowered.dims, lowered.shardings, sizes, at_zero)
+        self.local = Localizer(lowered.dims, lowered.shardings, plan.sizes, at_zero)
         # What does nothing at run time is done again where its result is read: what
         # crosses is its operand.
         self.sources: dict[str, str] = {}

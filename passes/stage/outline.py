@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..graph import LAYER, Location, Node, Value, live_in
+from ..graph import LAYER, Node, Value, live_in
 from ..stage.names import ENTRIES, RESERVED
 from ..stage.runs import find_remade, find_runs
 
@@ -237,9 +237,8 @@ def _nodes(
                 if outs[j] is None and v is not None:
                     outs[j] = v
         args, kwargs = tell([node.args, dict(node.kwargs)])
-        module = LAYER.sub("*", node.location.module)
-        where = Location(module, node.location.source)
-        nodes.append(Node(node.op, args, kwargs, tuple(outs), where))
+        own = Node(node.op, args, kwargs, tuple(outs), node.location)
+        nodes.append(own.in_module(LAYER.sub("*", node.location.module)))
     return tuple(nodes)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from ..cost import NodeCosts
 from ..dims.name_dims import Dims
 from ..dims.origins import Origin, find_differentiable
-from ..graph import LAYER, Graph, Location, Node, Value
+from ..graph import LAYER, Graph, Node, Value
 from ..mesh import TIME
 from ..plan import Plan
 from ..shard.insert_collectives import Lowered
@@ -316,7 +316,6 @@ class _Cutter:
 
     def _rename_node(self, node: Node) -> Node:
         outs = tuple(None if v is None else self._rename(v) for v in node.outs)
-        module = self._relative(node.location.module)
-        where = Location(module, node.location.source)
         node = node.substitute(lambda v: self.renamed[v.name])
-        return Node(node.op, node.args, node.kwargs, outs, where)
+        node = node.in_module(self._relative(node.location.module))
+        return replace(node, outs=outs)

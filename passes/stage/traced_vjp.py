@@ -23,7 +23,7 @@ from torch.func import functionalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..builder import Builder
+from ..builder import Builder, needed_nodes
 from ..errors import CaptureError
 from ..graph import Node, Value, map_values
 from ..ops.cotangents import Cotangents
@@ -297,15 +297,9 @@ def _reads(nodes: Sequence[Node]) -> set[str]:
 
 
 def _only_needed(nodes: Sequence[Node], needed: set[str]) -> list[Node]:
-    kept, needed = [], set(needed)
-    for node in reversed(nodes):
-        if any(v.name in needed for v in node.results):
-            outs = tuple(
-                v if v is not None and v.name in needed else None for v in node.outs
-            )
-            kept.append(replace(node, outs=outs))
-            needed.update(v.name for v in node.operands)
-    return kept[::-1]
+    kept = needed_nodes(nodes, needed := set(needed))
+    outs = ([v if v and v.name in needed else None for v in n.outs] for n in kept)
+    return [replace(n, outs=tuple(own)) for n, own in zip(kept, outs, strict=True)]
 
 
 def _read_call(call: _Call, values: dict[int, Value], builder: Builder) -> None:

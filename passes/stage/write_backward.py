@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ..builder import Builder
+from ..builder import Builder, needed_nodes
 from ..graph import Node, Value
 from ..ops.cotangents import Cotangents, seed_of
 from ..ops.op import Derivative, is_usual, op_of
@@ -196,18 +196,12 @@ class Writer:
 
 def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
     """Nodes that a result or a parameter's gradient depends on."""
-    live: list[Node] = []
-    for node in reversed(nodes):
-        changes = not node.results and _target(node)
-        into_grad = bool(changes) and str(changes).startswith(GRADIENT)
-        if (
-            into_grad
-            or changes in needed
-            or any(v.name in needed for v in node.results)
-        ):
-            live.append(node)
-            needed.update(v.name for v in node.operands)
-    return live[::-1]
+
+    def changes(node: Node) -> bool:
+        target = "" if node.results else _target(node)
+        return target.startswith(GRADIENT) or target in needed
+
+    return needed_nodes(nodes, needed, changes)
 
 
 def _target(node: Node) -> str:

@@ -74,19 +74,14 @@ class Executor:
         # After it, nothing is added to the gradients of a stage any more.
         self._last = {a.stage: a for a in self.actions if a.kind in (Kind.B, Kind.W)}
         # Where a stage computes with a parameter: its tensors and its name there.
-        self._bound = [
-            (stage.tensors, own, name, self.parameters[name])
+        places = [
+            (stage.tensors, own, name)
             for index, stage in self.stages.items()
             for own, name in program.stages[index].names.items()
-            if name in self.parameters
         ]
-        stacks = {stack.name: stack for stack in self.stacks}
-        self._stacked = [
-            (stage.tensors, own, stacks[name])
-            for index, stage in self.stages.items()
-            for own, name in program.stages[index].names.items()
-            if name in stacks
-        ]
+        held, stacks = self.parameters, {stack.name: stack for stack in self.stacks}
+        self._bound = [(t, own, n, held[n]) for t, own, n in places if n in held]
+        self._stacked = [(t, own, stacks[n]) for t, own, n in places if n in stacks]
         self.set_up()
         self.outputs = Outputs(program, comm)
         # Of the last step, or of what was evaluated last.
@@ -374,9 +369,8 @@ class Executor:
         return [(x, peer, self._tag(action, n)) for n, x in enumerate(tensors)]
 
     def _peer(self, action: Action) -> int:
-        mesh = self.program.mesh
         pp = self.program.schedule.peer(action)
-        return mesh.rank({**self.comm.coords, PIPELINE: pp})
+        return self.program.mesh.rank({**self.comm.coords, PIPELINE: pp})
 
     def _tag(self, send: Action, n: int) -> int:
         """A number for each message of a step, the same on both ends."""
@@ -386,8 +380,7 @@ class Executor:
 
     def _loss(self, count: Tensor | int = 0) -> tuple[Tensor, Tensor]:
         """The loss of the whole batch, from the shares of ranks and microbatches; and,
-        in the same message, the sum of a number over all ranks.
-        """
+        in the same message, the sum of a number over all ranks."""
         program = self.program
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         if self._unused.losses:
