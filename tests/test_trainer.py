@@ -68,18 +68,24 @@ def of_one_device(folder: str) -> list[dict[str, float]]:
     return curve(trainer)
 
 
-def on_a_rank(
-    folder: str, first: str, second: str
-) -> tuple[list[Any], list[Any], bool]:
-    """Curves of 20 steps, and of the last 4 once more from a checkpoint, under another
-    mesh; whether what was saved is what was trained."""
+def as_torchrun_starts_it() -> None:
+    """What accelerate and transformers read of this process."""
     import torch.distributed as dist
-    from transformers import LlamaForCausalLM
 
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def on_a_rank(
+    folder: str, first: str, second: str
+) -> tuple[list[Any], list[Any], bool]:
+    """Curves of 20 steps, and of the last 4 once more from a checkpoint, under another
+    mesh; whether what was saved is what was trained."""
+    from transformers import LlamaForCausalLM
+
+    as_torchrun_starts_it()
     warnings.simplefilter("default")
     from autopar.training.trainer import Trainer
 
@@ -124,6 +130,33 @@ def test_losses_norms_and_metrics_are_those_of_one_device(
         for curve in (found, resumed):
             for row, wanted in zip(curve, expected, strict=True):
                 assert row == pytest.approx(wanted, rel=2e-4), (row, wanted)
+
+
+def decayed_on_a_rank(folder: str) -> list[str]:
+    """The parameters of the group that decays, of a model that fuses grouped queries,
+    keys and values: where they are split, they are several."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    as_torchrun_starts_it()
+    from autopar.training.trainer import Trainer
+
+    sizes = SIZES | {"num_key_value_heads": 2, "num_hidden_layers": 1}
+    model = Phi3ForCausalLM(Phi3Config(**sizes, pad_token_id=0))
+    _, data = parts()
+    args = arguments(folder, 8, eval_strategy="no")
+    trainer = Trainer(model, args, train_dataset=data, parallel={"mesh": "tp=2"})
+    trainer.get_train_dataloader()
+    decay, _ = trainer.create_optimizer().param_groups
+    assert decay["weight_decay"] == 0.1
+    chosen = {id(p) for p in decay["params"]}
+    return [n for n, p in trainer.step.named_parameters() if id(p) in chosen]
+
+
+def test_pieces_of_a_weight_decay_as_it_does(tmp_path: Path) -> None:
+    for names in run_ranks(decayed_on_a_rank, 2, str(tmp_path)):
+        pieces = [n for n in names if ".qkv_proj[" in n]
+        assert len(pieces) == 3, names
+        assert not [n for n in names if "norm" in n]
 
 
 @pytest.mark.slow

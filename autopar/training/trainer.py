@@ -186,8 +186,9 @@ class Trainer(transformers.Trainer):
         if self.optimizer is not None:
             return self.optimizer
         held = [(n, p) for n, p in self.step.named_parameters() if p.requires_grad]
-        # Of a weight that is cut into pieces, h.0.qkv.weight[0:32] is one.
-        decay = [p for n, p in held if n.partition("[")[0] in self._decayed]
+        specs = self.step.program.parameters
+        # A weight that is cut into pieces has several parameters.
+        decay = [p for n, p in held if specs[n].part.source in self._decayed]
         known = {id(p) for p in decay}
         rest = [p for _, p in held if id(p) not in known]
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -201,7 +202,7 @@ class Trainer(transformers.Trainer):
             {"params": decay, "weight_decay": self.args.weight_decay},
             {"params": rest, "weight_decay": 0.0},
         ]
-        self.optimizer = kind([g for g in groups if g["params"]], **options)
+        self.optimizer = kind(groups, **options)  # both on each stage of a pipeline
         return self.optimizer
 
     def training_step(
