@@ -80,6 +80,16 @@ def test_extents_that_follow_from_each_other_may_need_more_ranks() -> None:
     assert found[18] * found[64] % 3, "what is split as one extent"
 
 
+def test_a_size_that_stays_divides_over_the_small_ranks_as_it_did() -> None:
+    """12 experts of a routing that tells them apart, on 8 ranks: one each, and a rest."""
+    plan, splits = Plan(Mesh.parse("ep=8"), 1), {12: frozenset({("ep",)})}
+    assert next(small_sizes(plan, None, splits))["ep"] == 2
+    assert next(small_sizes(plan, None, splits, frozenset({12})))["ep"] == 7
+    plan, splits = Plan(Mesh.parse("ep=16"), 1), {24: frozenset({("ep",)})}
+    few = next(small_sizes(plan, None, splits, frozenset({24})))
+    assert few["ep"] == 2, "not if that takes too many ranks"
+
+
 def test_stages_of_each_kind_are_kept() -> None:
     plan = Plan(Mesh.parse("pp=4"), 8)
     by_stage = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], []]

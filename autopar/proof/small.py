@@ -157,7 +157,7 @@ def _choose(
     """(ranks of each axis, small extents): on the fewest ranks for which there are
     some. Raises NotShrunk."""
     products, problem = extents.products(splits), None
-    for axes in islice(small_sizes(plan, few, splits), MESHES):
+    for axes in islice(small_sizes(plan, few, splits, extents.fixed), MESHES):
         large = {axis: plan.size(axis) for axis in axes}
         known = extents.sizes, extents.sums, extents.fixed, splits, large, axes
         try:

@@ -125,6 +125,11 @@ class Candidates:
         """Whether it divides as the size does, over all axes that split it."""
         return all(Divides.of(n, parts) == how for parts, how in self.wanted)
 
+    @property
+    def possible(self) -> bool:
+        """Whether a small size divides as it does; one that is fixed must itself."""
+        return self.fits(self.size) if self.fixed else any(True for _ in self.above(2))
+
     def above(self, least: int) -> Iterator[int]:
         """Small sizes of at least `least`, ascending; the size itself, if it is
         fixed."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 from typing import TypeVar
 
 from ..mesh import PIPELINE, TIME, Mesh
@@ -22,6 +22,7 @@ T = TypeVar("T")
 # more than the ends: there it takes three.
 FEW, CHAIN = 2, 3
 TRIES = 1000  # small meshes that are looked at
+AS_FIXED = 4
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,18 @@ def small_mesh(plan: Plan, sizes: Mapping[str, int]) -> Mesh:
 
 
 def small_sizes(
-    plan: Plan, few: ChosenLayers | None, splits: Mapping[int, frozenset[Split]]
+    plan: Plan,
+    few: ChosenLayers | None,
+    splits: Mapping[int, frozenset[Split]],
+    fixed: frozenset[int] = frozenset(),
 ) -> Iterator[dict[str, int]]:
     """Axis -> its ranks in a small plan; of time its microbatches. The smallest first,
     for what extents are together may need more ranks than each of them does.
 
     splits: size -> the axes that split an extent of it. An extent that gives less than
     one to each rank still does; one that is too small to be made smaller divides as it
-    did.
+    did. fixed: sizes that stay: they do so too, if that takes no more than `AS_FIXED`
+    times the ranks.
     """
     sizes = {axis: _few(plan, axis) for axis, _ in plan.mesh.axes}
     if few is not None and few.path:
@@ -111,7 +116,13 @@ def small_sizes(
     elif PIPELINE in sizes:
         sizes[PIPELINE] = plan.mesh.pipeline_ranks
     sizes[TIME] = _microbatches(plan, sizes.get(PIPELINE, 1))
-    yield from _fit(plan, sizes, splits)
+    most, fitted = AS_FIXED * prod(sizes.values()), False
+    for own, ranks in ((fixed, most), (frozenset[int](), inf)):
+        for fitting in () if fitted else _fit(plan, sizes, splits, own, ranks):
+            fitted = True
+            yield fitting
+    if not fitted:
+        yield sizes
 
 
 def _few(plan: Plan, axis: str) -> int:
@@ -121,47 +132,37 @@ def _few(plan: Plan, axis: str) -> int:
 
 
 def _fit(
-    plan: Plan, least: dict[str, int], splits: Mapping[int, frozenset[Split]]
+    plan: Plan,
+    least: dict[str, int],
+    splits: Mapping[int, frozenset[Split]],
+    fixed: frozenset[int],
+    most: float,
 ) -> Iterator[dict[str, int]]:
     """Ranks, at least so many, over which each extent can divide as it does, over all
-    of its axes at once: the fewest, then more; the least, if there are none."""
+    of its axes at once: the fewest, then more, up to `most` in all."""
     axes = list(least)
     large = {axis: plan.size(axis) for axis in axes}
     waiting = [(prod(least.values()), *least.values())]
-    known, fitted = {*waiting}, False
+    known = {*waiting}
     splitting = {axis for own in splits.values() for split in own for axis in split}
     for _ in range(TRIES):
         if not waiting:
             break
         sizes = dict(zip(axes, heappop(waiting)[1:], strict=True))
-        odd = next(
-            (n for n in sorted(splits) if not _divides(n, splits[n], large, sizes)),
-            None,
+        ways = (
+            (n, Candidates(n, splits[n], large, sizes, n in fixed))
+            for n in sorted(splits)
         )
+        odd = next((n for n, how in ways if not how.possible), None)
         if odd is None:
-            fitted = True
             yield sizes
         more_of = {a for s in splits[odd] for a in s} if odd is not None else splitting
         for axis in more_of:
             more = {**sizes, axis: sizes[axis] + 1}
             one = (prod(more.values()), *more.values())
-            if more[axis] <= large[axis] and one not in known:
+            if more[axis] <= large[axis] and one[0] <= most and one not in known:
                 known.add(one)
                 heappush(waiting, one)
-    if not fitted:
-        yield least
-
-
-def _divides(
-    extent: int,
-    splits: frozenset[Split],
-    large: Mapping[str, int],
-    small: Mapping[str, int],
-) -> bool:
-    """Whether a small extent divides as it does; one that is too small to be made
-    smaller must itself."""
-    own = Candidates(extent, splits, large, small, fixed=False)
-    return own.fits(extent) if own.fixed else any(True for _ in own.above(2))
 
 
 def _microbatches(plan: Plan, pp: int) -> int:
