@@ -40,6 +40,7 @@ def test_loss_and_gradients_are_the_model_s(
     case(of_all, add).verify(mesh, 1)
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("add", PIECES)
 def test_all_experts_are_one_parameter(add: Callable[..., Tensor]) -> None:
     """And no row is sorted."""
@@ -94,6 +95,7 @@ def turned_round(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return x + torch.cat(x.split(counts)[::-1])
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize(
     "add", [*OTHERWISE, without_the_last, turned_round, of_a_table]
 )

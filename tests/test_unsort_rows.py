@@ -253,6 +253,7 @@ def sorts(case: Case) -> int:
     return sum(n.name in ("aten.sort", "aten.argsort") for n in graph.nodes)
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("work", UNSORTED)
 def test_rows_are_not_sorted(work: Callable[..., Tensor], mesh: str) -> None:
@@ -275,6 +276,7 @@ def test_a_row_without_a_gradient_has_none() -> None:
     of(work).verify("dp=2", 1)
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("name", SORTED)
 def test_an_order_that_is_seen_stays(name: str) -> None:
     case = of(SORTED[name])
@@ -282,6 +284,7 @@ def test_an_order_that_is_seen_stays(name: str) -> None:
     case.verify("dp=2", 1)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("kind", ["mixtral", "phimoe"])
 def test_the_library_s_own_way_is_as_its_looked_up_one(kind: str) -> None:
     ways = [
