@@ -55,7 +55,7 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=2, daily=38)  # each loop on one mesh at least
 @pytest.mark.parametrize("add", LOOPS)
 @pytest.mark.parametrize(("mesh", "microbatches", "options"), MESHES)
 def test_loss_and_gradients_are_the_model_s(add, mesh, microbatches, options) -> None:
