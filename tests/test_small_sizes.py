@@ -81,7 +81,7 @@ def test_extents_that_follow_from_each_other_may_need_more_ranks() -> None:
 
 
 def test_a_size_that_stays_divides_over_the_small_ranks_as_it_did() -> None:
-    """12 experts of a routing that tells them apart, on 8 ranks: one each, and a rest."""
+    """12 experts of a routing that tells them apart on 8 ranks: one each and a rest."""
     plan, splits = Plan(Mesh.parse("ep=8"), 1), {12: frozenset({("ep",)})}
     assert next(small_sizes(plan, None, splits))["ep"] == 2
     assert next(small_sizes(plan, None, splits, frozenset({12})))["ep"] == 7

@@ -174,13 +174,8 @@ class HandOver:
         return self.singles.get((number, v.name))
 
     def _read_loop(self, number: int, loop: Loop) -> None:
-        own = {v.name for node in loop.body for v in node.results}
-        own |= {c.value.name for c in loop.carried}
-        own |= {s.value.name for s in loop.scanned}
-        for node in loop.body:
-            for v in node.operands:
-                if v.name not in own:
-                    self._read(number, v)
+        for v in loop.outside.values():
+            self._read(number, v)
         for one in loop.carried:
             if one.first is not None:
                 self._read(number, one.first)

@@ -66,6 +66,15 @@ class Loop:
         """(first, step) of the number that tells iterations apart."""
         return self.layer if self.layer[1] else (0, 1)
 
+    @property
+    def outside(self) -> dict[str, Value]:
+        """What the body reads that no iteration has its own of, by name."""
+        own = {v.name for node in self.body for v in node.results}
+        own |= {c.value.name for c in self.carried}
+        own |= {s.value.name for s in self.scanned}
+        reads = (v for node in self.body for v in node.operands)
+        return {v.name: v for v in reads if v.name not in own}
+
     def nodes(self, o: int) -> list[Node]:
         """What a node of the body is in the iterations that run it."""
         return [node for row in self.rows if (node := row[o]) is not None]

@@ -143,11 +143,7 @@ class Function:
         """What an item reads by name."""
         if isinstance(item, Node):
             return {v.name: v for v in item.operands}
-        own = {v.name for node in item.body for v in node.results}
-        own |= {c.value.name for c in item.carried}
-        own |= {s.value.name for s in item.scanned}
-        reads = {v.name: v for node in item.body for v in node.operands}
-        reads = {name: v for name, v in reads.items() if name not in own}
+        reads = item.outside
         reads |= {c.first.name: c.first for c in item.carried if c.first}
         for scanned in item.scanned:
             if self.kind(item, scanned) == "listed":
