@@ -67,7 +67,7 @@ def communication_of(costs: OpShardingCosts, choices: Mapping[int, int]) -> floa
 def compiled(named, plan: Plan) -> Account:
     """Prices the program of the whole graph as one stage."""
     staged = split_stages(insert_collectives(propagate(named, plan)))
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    sizes = plan.sizes
     at_zero = dict.fromkeys(sizes, 0)
     return price(differentiate(staged.stages[0], sizes, at_zero), CLUSTER.device)
 

@@ -113,7 +113,7 @@ def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Ac
     plan = replace(make_plan(f"pp={len(cuts) + 1},{mesh}", **options), cuts=cuts)
     named = name_dims(normalize(case.trace()))
     staged = split_stages(insert_collectives(propagate(named, plan)), PLAIN)
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    sizes = plan.sizes
     return [
         price(
             differentiate(s, sizes, dict.fromkeys(sizes, 0), s.policies(plan)),

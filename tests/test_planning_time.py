@@ -173,7 +173,7 @@ def test_one_joint_serves_one_policy_after_another(halves) -> None:
     of = case.short()
     plan = make_plan("dp=2,tp=2", microbatches=2, zero=3)
     stage = cut_layers(of.named, plan, of.starts).stages[0]
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    sizes = plan.sizes
     made = sizes, dict.fromkeys(sizes, 0)
     joint = join(stage, *made, halves=halves)
     texts = []

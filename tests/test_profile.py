@@ -64,7 +64,7 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 def local_of(case: Case, mesh: str, halves: bool, **options) -> LocalStage:
     plan = make_plan(mesh, microbatches=2, **options)
     named = name_dims(normalize(case.trace()))
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    sizes = plan.sizes
     whole = cut_layers(named, plan, ("",)).whole
     at_zero = dict.fromkeys(sizes, 0)
     return differentiate(whole, sizes, at_zero, zero=plan.zero, halves=halves)

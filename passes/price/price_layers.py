@@ -176,8 +176,7 @@ class Cut:
         return self._joints(halves=True)
 
     def _joints(self, halves: bool) -> tuple[Joints, ...]:
-        sizes = {axis: self.plan.size(axis) for axis in self.plan.axes}
-        plan = self.plan
+        plan, sizes = self.plan, self.plan.sizes
         how = sizes, dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
         return tuple(
             Joints(

@@ -47,7 +47,7 @@ class Setting:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        return {a: self.sharded.plan.size(a) for a in self.sharded.plan.axes}
+        return self.sharded.plan.sizes
 
     @cached_property
     def differentiable(self) -> frozenset[str]:

@@ -104,7 +104,7 @@ class _Lowering(ReshardEmitter):
     def __init__(self, sharded: Sharded) -> None:
         super().__init__(sharded)
         self.plan = sharded.plan
-        self.sizes = {axis: sharded.plan.size(axis) for axis in sharded.plan.axes}
+        self.sizes = sharded.plan.sizes
         self.views: dict[str, tuple[Node, tuple[Factor, ...]]] = {}
         self.ways = Ways(self.builder, self.dims, self.shardings)
         self.values = {v.name: v for n in sharded.graph.nodes for v in n.results}

@@ -73,7 +73,7 @@ def parameter_sharding(
     shared: whether it is shared out over the plan's axes for that.
     """
     state, order = Sharding.whole(dims), list(plan.axes)
-    sizes = {axis: plan.size(axis) for axis in order}
+    sizes = plan.sizes
     for axis in order:
         place = common_place(uses, axis)
         if axis in plan.zigzag or axis == TIME:
