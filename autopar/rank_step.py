@@ -20,7 +20,7 @@ from autopar.capture.frozen_values import FrozenValues
 from autopar.held_state import HeldState
 from autopar.local_batches import Batch, DataRank, batches
 from autopar.passes.capture.outside import Outside
-from autopar.passes.errors import AutoparError, BatchError
+from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
@@ -28,6 +28,7 @@ from autopar.runtime.agreement.validate import (
     check_wants_none,
     checked_batch,
     checked_outputs,
+    refuse_unnamed,
 )
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.executor import Executor
@@ -102,10 +103,7 @@ class RankStep(HeldState):
         Raises: BatchError, if names or types are not those compiled for.
         """
         if positional:
-            raise BatchError(
-                "a step takes the fields of a batch by their names",
-                fix="step(**batch), or step(ids=..., labels=...) as forward names them",
-            )
+            refuse_unnamed()
         return self._eager(self._step, batch, local)
 
     def _step(self, batch: Mapping[str, Any], local: bool) -> Tensor:
@@ -139,16 +137,20 @@ class RankStep(HeldState):
 
     @overload
     def evaluate(
-        self, *, local: bool = ..., outputs: None = ..., **batch: Any
+        self, *positional: Any, local: bool = ..., outputs: None = ..., **batch: Any
     ) -> Tensor: ...
 
     @overload
     def evaluate(
-        self, *, local: bool = ..., outputs: Sequence[str], **batch: Any
+        self, *positional: Any, local: bool = ..., outputs: Sequence[str], **batch: Any
     ) -> dict[str, Tensor]: ...
 
     def evaluate(
-        self, *, local: bool = False, outputs: Sequence[str] | None = None, **batch: Any
+        self,
+        *positional: Any,
+        local: bool = False,
+        outputs: Sequence[str] | None = None,
+        **batch: Any,
     ) -> Tensor | dict[str, Tensor]:
         """Loss of the global batch of the model in `.eval()`, forward only; on every
         rank. If that is more than a step without dropout, it is compiled at first.
@@ -160,6 +162,8 @@ class RankStep(HeldState):
         vocabulary elements there. Each set of names takes a program of its own.
         Raises: CaptureError, for a name that the model does not return.
         """
+        if positional:
+            refuse_unnamed()
         return self._eager(self._evaluate, batch, local, outputs)
 
     def _evaluate(

@@ -34,7 +34,12 @@ from autopar.rank_step import RankStep
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE, NOTHING
-from autopar.runtime.agreement.validate import check_model, check_same, fixed_fields
+from autopar.runtime.agreement.validate import (
+    check_model,
+    check_same,
+    fixed_fields,
+    refuse_unnamed,
+)
 from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
@@ -102,6 +107,8 @@ def compile(
     """
     check_model_given(model)
     check_arguments(plan, program, loss_fn, seed, timeout)
+    if not isinstance(example_inputs, Mapping | None):
+        refuse_unnamed()
     plan = plan if program is None else program.plan
     step = Step(
         model,

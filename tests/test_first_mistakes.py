@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import plain_gpt
 from plans import model_file, small_program
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from autopar.capture.capture_model import capture_model
 from autopar.capture.unusable_tensors import refuse_shared_memory
 from autopar.cli import main
 from autopar.models.load import ModelError, load_model
-from autopar.passes.errors import CaptureError
+from autopar.passes.errors import AutoparError, CaptureError
 from autopar.plans.store import save_plan
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -274,3 +275,16 @@ def test_what_the_first_forward_switches_is_to_be_switched_before() -> None:
         capture_model(model, batch)
     model(**batch)
     capture_model(model, batch)
+
+
+def test_a_batch_without_names_is_refused() -> None:
+    case = plain_gpt(layers=1)
+    batch = tuple(case.batch.values())
+    step = autopar.compile(case.model, "", prove=False, example_inputs=case.batch)
+    for use in (
+        lambda: autopar.compile(case.model, "", example_inputs=batch),
+        lambda: step(*batch),
+        lambda: step.evaluate(*batch),
+    ):
+        with pytest.raises(AutoparError, match="by their names"):
+            use()

@@ -159,6 +159,37 @@ def test_pieces_of_a_weight_decay_as_it_does(tmp_path: Path) -> None:
         assert not [n for n in names if "norm" in n]
 
 
+def trained_by_adafactor(folder: str, mesh: str | None) -> tuple[list[Any], int]:
+    """Which looks at whole parameters; and the tokens that were counted."""
+    import transformers
+
+    from autopar.training.trainer import Trainer
+
+    model, data = parts()
+    options = {"max_steps": 4, "eval_strategy": "no", "optim": "adafactor"}
+    options |= {"include_num_input_tokens_seen": "all"}
+    if mesh is None:
+        args = arguments(folder, 8, **options)
+        trainer: Any = transformers.Trainer(model, args, train_dataset=data)
+    else:
+        as_torchrun_starts_it()
+        args = arguments(folder, 4 if "dp" in mesh else 8, **options)
+        parallel = {"mesh": mesh, "zero": 3 if "dp" in mesh else 0}
+        trainer = Trainer(model, args, train_dataset=data, parallel=parallel)
+    trainer.train()
+    return curve(trainer), trainer.state.num_input_tokens_seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_optimizers_of_whole_parameters_have_them(mesh: str, tmp_path: Path) -> None:
+    [(expected, tokens)] = run_ranks(trained_by_adafactor, 1, str(tmp_path), None)
+    for rows, counted in run_ranks(trained_by_adafactor, 2, str(tmp_path), mesh):
+        assert counted == tokens == 4 * 8 * 16
+        for row, wanted in zip(rows, expected, strict=True):
+            assert row == pytest.approx(wanted, rel=2e-4), (row, wanted)
+
+
 @pytest.mark.slow
 def test_what_would_change_nothing_is_refused(tmp_path: Path) -> None:
     from autopar.passes.errors import AutoparError

@@ -9,7 +9,7 @@
 Its arguments, data, schedules, callbacks, logs and evaluations are those of
 `transformers.Trainer`. What it does by methods without a public name is loading and
 saving: `_load_from_checkpoint`, `_save_optimizer_and_scheduler` and
-`_load_optimizer_and_scheduler`.
+`_load_optimizer_and_scheduler`; and counting tokens: `_track_num_input_tokens`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 import autopar
 from autopar.passes.errors import AutoparError
 from autopar.runtime.agreement.fail_together import on_first
+from autopar.runtime.parameters.by_element import Reach, reach_of
 from autopar.step import Step
 
 try:
@@ -203,7 +204,20 @@ class Trainer(transformers.Trainer):
             {"params": rest, "weight_decay": 0.0},
         ]
         self.optimizer = kind(groups, **options)  # both on each stage of a pipeline
+        if reach_of(self.optimizer, [p for _, p in held]) is Reach.PARAMETER:
+            self.step.gather_for(self.optimizer)
         return self.optimizer
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        """Counts what each data rank has loaded."""
+        state = self.state
+        before = state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        own = self.step.data_rank, state.num_input_tokens_seen - before
+        state.num_input_tokens_seen = before
+        if self.args.include_num_input_tokens_seen != "no":
+            loaded = dict(self.step.comm.gather_object(own))
+            state.num_input_tokens_seen += sum(loaded.values())
 
     def training_step(
         self,
