@@ -45,6 +45,13 @@ def test_sizes_that_contradict_each_other_are_refused() -> None:
         choose_sizes([7, 10], (twice,), frozenset(), {}, {}, {})
 
 
+def test_a_sum_that_holds_for_any_size_decides_none() -> None:
+    """Halves of a head that are as many as the heads, of which there are two each."""
+    twice = Sum((64, 2), ((64,), (64,)))
+    small = choose_sizes([2, 64], (twice,), frozenset({2}), {}, {}, {})
+    assert small[64] < 64
+
+
 def test_few_sizes_become_equal_where_some_must() -> None:
     """Of 6 heads on 4 ranks, as on 2: these are 3, which is another extent."""
     splits = {6: frozenset({("tp",)})}

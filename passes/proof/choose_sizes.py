@@ -210,6 +210,8 @@ class _Solver:
                         return False
                     continue
                 (n,) = unknown
+                if not any(self._value(one, {**known, n: x}) for x in range(4)):
+                    continue  # it holds for any, as twice a size is that and itself
                 size = self._solve(one, n, known)
                 if size is None or size not in self.allowed[n]:
                     return False
