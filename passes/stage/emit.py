@@ -8,16 +8,14 @@ would need more memory at once than the most that is needed anyway.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ..builder import unused
-from ..graph import LAYER, Node, Value
+from ..graph import Node, Value
 from ..stage.hand_over import HandOver, Part, split_readers
+from ..stage.keys import Keys
 from ..stage.local_stage import LocalStage
-from ..stage.loop import Item, Loop, series
+from ..stage.loop import Item, Loop
 from ..stage.loops import find_loops
 from ..stage.outline import Outline, Outlined, outline
 from ..stage.spell import as_tuple
@@ -61,19 +59,7 @@ def emit(stage: LocalStage, stages: int, outlined: bool = True) -> str:
 class _Emitter:
     def __init__(self, stage: LocalStage, outlined: bool) -> None:
         self.stage, self.outlined = stage, outlined
-        # Keys of k and b.
-        self.taken: dict[str, set[str]] = {
-            "k": set(),
-            "b": {v.name for v in stage.inputs},
-        }
-        once = (*stage.setup, *stage.prologue)
-        self.made_once = {v.name for n in once for v in n.results}
-        # What of it is of a layer -> (what it is there, number of the layer).
-        self.places = _places(once)
-        self.kinds: dict[Hashable, str] = {}
-        # What setup and prologue make -> its key in k or b.
-        self.keys: dict[str, str] = {}
-        self.stems: set[str] = set()
+        self.keys = Keys(stage)
         # How what is there anyway is read.
         self.tables: dict[str, str] = {}
         for v in (*stage.params, *stage.buffers, *stage.constants):
@@ -101,7 +87,7 @@ class _Emitter:
         for v in s.wholes:  # named as what is gathered for a step, if that is read
             name = v.name.removeprefix(GRADIENT)
             read = self.tables.get(name)
-            key = read[3:-2] if read else self.key("b", name)
+            key = read[3:-2] if read else self.keys.name("b", name)
             self.tables[v.name] = f'g["{key}"]'
             wholes[key] = v
         parts = [tables(s, wholes), setup, prologue]
@@ -138,7 +124,7 @@ class _Emitter:
         if not self.outlined:
             return nodes
         own = {v.name for n in nodes for v in n.results}
-        return find_loops(nodes, self.made_once - own)
+        return find_loops(nodes, self.keys.made - own)
 
     def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
         """Give keys with the number of a layer to what loops make in setup and
@@ -154,55 +140,15 @@ class _Emitter:
                     made.setdefault(inner.name, {})[t] = name
                 for family, names in sorted(made.items()):
                     if not read.isdisjoint(names.values()):
-                        self.name_family(family[:-1], loop, names)
+                        self.keys.name_family(family[:-1], loop, names)
         wholes = {v.name: v.name.removeprefix(GRADIENT) for v in s.wholes}
         for items in parts:
             for loop in _loops(items):
                 for scanned in loop.scanned:  # or gradients of these
                     own = [wholes.get(v.name, v.name) for v in scanned.values]
-                    if self.made_once.issuperset(own) and len({*own}) == len(own):
+                    if self.keys.made.issuperset(own) and len({*own}) == len(own):
                         names = dict(enumerate(own, scanned.start))
-                        self.name_family(own[0], loop, names)
-
-    def name_family(self, stem: str, loop: Loop, names: Mapping[int, str]) -> None:
-        """Give keys of one kind to what iterations make, or are given, by the number of
-        the layer that it is of; those that some have already say which."""
-        keys = self.by_layer(list(names.values()))
-        known = [name for name in names.values() if name in self.keys]
-        if keys is None:
-            first, step = loop.index
-            if known:
-                t = next(t for t, name in names.items() if name == known[0])
-                stem, _, number = self.keys[known[0]].rpartition(".")
-                first = int(number) - step * t
-            else:
-                stem = self.stem(stem)
-            keys = {name: f"{stem}.{first + step * t}" for t, name in names.items()}
-        if all(keys[name] == self.keys[name] for name in known):
-            new = {name: key for name, key in keys.items() if name not in self.keys}
-            if set(new.values()).isdisjoint(self.keys.values()):
-                self.keys |= new
-
-    def by_layer(self, names: Sequence[str]) -> dict[str, str] | None:
-        """Keys of what is the same in several layers at even distances, if it is."""
-        places = [self.places[name] for name in names if name in self.places]
-        kinds, numbers = {kind for kind, _ in places}, [n for _, n in places]
-        if len(places) < len(names) or len(kinds) > 1:
-            return None
-        line = series(numbers) if len(numbers) > 1 else (numbers[0], 1)
-        if line is None or not line[1]:
-            return None
-        kind = kinds.pop()
-        if kind not in self.kinds:
-            self.kinds[kind] = self.stem(names[0])
-        stem = self.kinds[kind]
-        return {name: f"{stem}.{n}" for name, n in zip(names, numbers, strict=True)}
-
-    def stem(self, name: str) -> str:
-        """What keys begin with that differ in the number of a layer."""
-        stem = unused(_stem(name), self.stems)
-        self.stems.add(stem)
-        return stem
+                        self.keys.name_family(own[0], loop, names)
 
     def once(
         self, head: str, table: str, nodes: Sequence[Node], later: set[str]
@@ -213,16 +159,14 @@ class _Emitter:
         # What a prologue makes may be read before all of it is there.
         into = "made" if table == "k" else table
         made = {
-            name: f'{into}["{self.keys[name]}"]'
+            name: f'{into}["{self.keys.of[name]}"]'
             for loop in _loops(own.items)
             for name, _, _ in loop.instances()
-            if name in self.keys
+            if name in self.keys.of
         }
         ends = [v for n in nodes for v in n.results if v.name in later]
         for v in ends if table == "b" else ():
-            if v.name not in self.keys:
-                self.keys[v.name] = self.key(table, v.name)
-            made[v.name] = f'b["{self.keys[v.name]}"]'
+            made[v.name] = f'b["{self.keys.name(table, v.name)}"]'
         between = HandOver([own], self.tables | made)
         names = self.tables | made
         alive = self.alive(Storages(nodes, later))
@@ -234,21 +178,14 @@ class _Emitter:
             self.tables |= made
             return _function(head, lines or ["pass"])
         ends = [v for v in ends if v.name not in made]
-        for v in ends:
-            self.keys.setdefault(v.name, self.key(table, v.name))
-        entries = [f'"{self.keys[v.name]}": {function.name(v)}' for v in ends]
+        entries = [
+            f'"{self.keys.name(table, v.name)}": {function.name(v)}' for v in ends
+        ]
         if made:
             lines, entries = ["made = {}", *lines], ["**made", *entries]
         handed = [*made, *(v.name for v in ends)]
-        self.tables |= {name: f'{table}["{self.keys[name]}"]' for name in handed}
+        self.tables |= {name: f'{table}["{self.keys.of[name]}"]' for name in handed}
         return _function(head, [*lines, f"return {{{', '.join(entries)}}}"])
-
-    def key(self, table: str, name: str) -> str:
-        """One that does not tell how many layers there are."""
-        taken = self.taken[table]
-        key = unused(_stem(name), taken)
-        taken.add(key)
-        return key
 
     def each_microbatch(
         self, items: Sequence[Sequence[Item]], outlined: Outline
@@ -307,26 +244,6 @@ class _Emitter:
 
 def _loops(items: Iterable[Item]) -> list[Loop]:
     return [item for item in items if isinstance(item, Loop)]
-
-
-def _places(nodes: Iterable[Node]) -> dict[str, tuple[Hashable, int]]:
-    """Value of a layer -> (what it is there, equal in layers alike; layer's number)."""
-    places: dict[str, tuple[Hashable, int]] = {}
-    count: Counter[Hashable] = Counter()
-    for node in nodes:
-        module = node.location.module
-        if match := LAYER.search(module):
-            for v in node.results:
-                count[module, _stem(v.name)] += 1
-                nth = count[module, _stem(v.name)]
-                kind = LAYER.sub("#", module, count=1), _stem(v.name), nth
-                places[v.name] = kind, int(match[1])
-    return places
-
-
-def _stem(name: str) -> str:
-    """A value's name without the number that tells it from others of its kind."""
-    return re.sub(r"(_\d+)+$", "", name)
 
 
 def _reads(nodes: Iterable) -> set[str]:

@@ -1,0 +1,138 @@
+"""keys: what setup and prologue make has a key in a table, by which others read it.
+
+A key tells what it is: made of one parameter it is called as that, and what layers have
+of a kind is numbered by the layer. So a loop reads `b[f"q_proj.{i}"]`, and a text does
+not tell how many layers there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from ..builder import unused
+from ..graph import LAYER, Node
+from ..stage.local_stage import LocalStage
+from ..stage.loop import Loop, series
+
+
+class Keys:
+    """Keys in k, of what setup makes, and in b, of what prologue does."""
+
+    def __init__(self, stage: LocalStage) -> None:
+        nodes = (*stage.setup, *stage.prologue)
+        self.made = {v.name for n in nodes for v in n.results}
+        self.of: dict[str, str] = {}
+        self.taken: dict[str, set[str]] = {
+            "k": set(),
+            "b": {v.name for v in stage.inputs},
+        }
+        self.stems: set[str] = set()
+        self.origins = _origins(nodes, [p.name for p in stage.params])
+        # What is of a layer -> (what it is there, number of the layer).
+        self.places = _places(nodes, self.origins)
+        self.kinds: dict[Hashable, str] = {}
+
+    def name(self, table: str, value: str) -> str:
+        """The key of a value, which is given one if it has none."""
+        if value not in self.of:
+            self.of[value] = unused(self.called(value), self.taken[table])
+            self.taken[table].add(self.of[value])
+        return self.of[value]
+
+    def name_family(self, stem: str, loop: Loop, names: Mapping[int, str]) -> None:
+        """Give keys of one kind to what iterations make, or are given, by the number of
+        the layer that it is of; those that some have already say which. stem: what it
+        is called where it is of no layers."""
+        keys = self.by_layer(list(names.values()))
+        known = [name for name in names.values() if name in self.of]
+        if keys is None:
+            first, step = loop.index
+            if known:
+                t = next(t for t, name in names.items() if name == known[0])
+                stem, _, number = self.of[known[0]].rpartition(".")
+                first = int(number) - step * t
+            else:
+                stem = self.stem(stem)
+            keys = {name: f"{stem}.{first + step * t}" for t, name in names.items()}
+        if all(keys[name] == self.of[name] for name in known):
+            new = {name: key for name, key in keys.items() if name not in self.of}
+            if set(new.values()).isdisjoint(self.of.values()):
+                self.of |= new
+
+    def by_layer(self, names: Sequence[str]) -> dict[str, str] | None:
+        """Keys of what is the same in several layers at even distances, if it is."""
+        places = [self.places[name] for name in names if name in self.places]
+        kinds, numbers = {kind for kind, _ in places}, [n for _, n in places]
+        if len(places) < len(names) or len(kinds) > 1:
+            return None
+        line = series(numbers) if len(numbers) > 1 else (numbers[0], 1)
+        if line is None or not line[1]:
+            return None
+        kind = kinds.pop()
+        if kind not in self.kinds:
+            self.kinds[kind] = self.stem(names[0])
+        stem = self.kinds[kind]
+        return {name: f"{stem}.{n}" for name, n in zip(names, numbers, strict=True)}
+
+    def stem(self, value: str) -> str:
+        """What keys begin with that differ in the number of a layer."""
+        stem = unused(self.called(value), self.stems)
+        self.stems.add(stem)
+        return stem
+
+    def called(self, value: str) -> str:
+        """q_proj, of what is made of `layers.+3.self_attn.q_proj.weight` alone."""
+        origins = self.origins.get(value, frozenset())
+        if len(origins) != 1:
+            return _kind(value)
+        (origin,) = origins
+        match = LAYER.search(origin)
+        parts = (origin[match.end() :] if match else origin).strip(".").split(".")
+        if len(parts) > 1 and parts[-1] == "weight":
+            parts.pop()
+        alone = parts[-1].isidentifier() and parts[-1] != "bias"
+        return "_".join(parts[-1:] if alone else parts[-2:])
+
+
+def _origins(
+    nodes: Iterable[Node], parameters: Iterable[str]
+) -> dict[str, frozenset[str]]:
+    """Value -> the parameters that it is made of."""
+    made_of = {name: frozenset([name]) for name in parameters}
+    under_way: dict[str, list[frozenset[str]]] = {}
+    for node in nodes:
+        own = [made_of.get(v.name, frozenset()) for v in node.operands]
+        every = frozenset[str]().union(*own)
+        each = [every] * len(node.outs)
+        if node.op == "comm.wait":
+            each = under_way.get(node.operands[0].name, each)
+        for out, origin in zip(node.outs, each, strict=False):
+            if out is not None:
+                made_of[out.name] = origin
+                under_way[out.name] = own
+    return made_of
+
+
+def _places(
+    nodes: Iterable[Node], origins: Mapping[str, frozenset[str]]
+) -> dict[str, tuple[Hashable, int]]:
+    """Value of a layer -> (what it is there, equal in layers alike; layer's number)."""
+    places: dict[str, tuple[Hashable, int]] = {}
+    count: Counter[Hashable] = Counter()
+    for node in nodes:
+        for v in node.results:
+            own = origins.get(v.name, frozenset())
+            where = next(iter(own)) if len(own) == 1 else node.location.module
+            if match := LAYER.search(where):
+                count[where, _kind(v.name)] += 1
+                nth = count[where, _kind(v.name)]
+                kind = LAYER.sub("#", where, count=1), _kind(v.name), nth
+                places[v.name] = kind, int(match[1])
+    return places
+
+
+def _kind(name: str) -> str:
+    """A value's name without the number that tells it from others of its kind."""
+    return re.sub(r"(_\d+)+$", "", name)
