@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from .graph import Node, Value
 from .ops.op import is_view, op_of
 
@@ -106,9 +108,34 @@ def join_exchanges(exchanges: Iterable[Exchange]) -> Exchanges:
     return tuple(e for e in joined.values() if e.calls or e.bytes)
 
 
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Bytes while each of some nodes runs, in several cases, [cases, nodes]: their peak
+    is not linear in what each is. None of these where what is added has other nodes."""
+
+    rows: np.ndarray
+
+    def plus(self, other: Levels, times: float) -> Levels:
+        """With another one's so many times."""
+        if self.rows.shape != other.rows.shape:
+            return NO_LEVELS
+        return Levels(self.rows + times * other.rows) if self.rows.size else self
+
+    @property
+    def peaks(self) -> list[float]:
+        """By case."""
+        most: list[float] = self.rows.max(axis=1).tolist()
+        return most
+
+
+NO_LEVELS = Levels(np.empty((0, 0)))
+
+
 def _plus(x: Any, y: Any, times: float) -> Any:
     if isinstance(x, Amounts):
         return x.plus(y, times) if any(vars(y).values()) else x
+    if isinstance(x, Levels):
+        return x.plus(y, times)
     more = (Exchange(e.kind, e.axes, times * e.calls, times * e.bytes) for e in y)
     return join_exchanges((*x, *more)) if y else x
 

@@ -205,10 +205,10 @@ def make_prices(
         while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
             low *= 2
         one = at(mesh, how, most // low, differs, context)
-        if samples == low:
-            return one
-        more = slope(mesh, how, most // low, differs, context)
-        return one.combine(more, lambda x, y: x.plus(y, samples / low - 1))
+        if samples > low:
+            more = slope(mesh, how, most // low, differs, context)
+            one = one.combine(more, lambda x, y: x.plus(y, samples / low - 1))
+        return one.settled()
 
     return prices
 

@@ -7,11 +7,12 @@ and subtracted: what a layer costs is what two cost less what one costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from ..cost import Amounts, Exchanges
+from ..cost import NO_LEVELS, Amounts, Exchanges, Levels
 from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, peak_bytes
 from ..schedule.schedule import Schedule
 from ..stage.blocks import BlockMessages
@@ -23,27 +24,34 @@ OPTIMIZER_STATES = 2
 @dataclass(frozen=True)
 class Alive(Amounts):
     """The most bytes alive at once: as it is run; by block with ZeRO-2 and ZeRO-3; of
-    these where a block's gradients are ready, without the shares that arrive then of
-    the block before; and the same where no rank shares experts with another one."""
+    these where a block's gradients are ready and shares of those of the block before
+    arrive, without these, and if they were whole; and the same where no rank shares
+    experts with another one."""
 
     whole: float = 0.0
     zero_2: float = 0.0
     zero_3: float = 0.0
     ready_2: float = 0.0
     ready_3: float = 0.0
+    arrived_2: float = 0.0
+    arrived_3: float = 0.0
     zero_2_but_experts: float = 0.0
     zero_3_but_experts: float = 0.0
     ready_2_but_experts: float = 0.0
     ready_3_but_experts: float = 0.0
+    arrived_2_but_experts: float = 0.0
+    arrived_3_but_experts: float = 0.0
 
-    def of(self, zero: int, shares_experts: bool, arriving: float = 0.0) -> float:
-        """Bytes alive under a ZeRO stage. arriving: of shares of a block's
-        gradients."""
+    def of(self, zero: int, shares_experts: bool, ranks: float = math.inf) -> float:
+        """Bytes alive under a ZeRO stage. ranks: that share gradients out."""
         if zero < 2:
             return self.whole
-        name = f"{zero}" if shares_experts else f"{zero}_but_experts"
-        amounts = vars(self)
-        return max(amounts[f"zero_{name}"], amounts[f"ready_{name}"] + arriving)
+        which = f"_{zero}" if shares_experts else f"_{zero}_but_experts"
+        alive, ready, arrived = (
+            getattr(self, name + which) for name in ("zero", "ready", "arrived")
+        )
+        most: float = max(alive, ready + (arrived - ready) / ranks)
+        return most
 
     def largest(self, other: Alive, beside: float) -> Alive:
         """Returns the larger of each amount; the other's with `beside` added."""
@@ -94,6 +102,26 @@ class PartCost(Amounts):
     made_of_experts: Kernels = Kernels()
     alive: Alive = Alive()
     alone: Alive = Alive()
+
+
+@dataclass(frozen=True)
+class PartLevels(PartCost):
+    """A part with what `alive` and `alone` are the peaks of: first `whole`, which both
+    have, then the others of each."""
+
+    levels: Levels = NO_LEVELS
+
+    def settled(self) -> PartCost:
+        """The part with the peaks of its levels."""
+        fields = dict(vars(self))
+        levels: Levels = fields.pop("levels")
+        part = PartCost(**fields)
+        if not levels.rows.size:
+            return part
+        whole, *others = levels.peaks
+        half = len(others) // 2
+        alive, alone = Alive(whole, *others[:half]), Alive(whole, *others[half:])
+        return part.changed(alive=alive, alone=alone)
 
 
 @dataclass(frozen=True)
@@ -222,7 +250,7 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     tied = max(0.0, sum(p.held.parameters for p in parts) - whole.held.parameters)
     if tied:
         most[FORWARD] += Alive(zero_3=tied, zero_3_but_experts=tied)
-        most[BACKWARD] += Alive(0.0, *[tied] * 8)
+        most[BACKWARD] += Alive(0.0, *[tied] * 12)
     account = whole.with_alive(most.values())
     return account.changed(received=parts[0].received, sent=parts[-1].sent)
 

@@ -19,7 +19,7 @@ from ..dims.name_dims import Named
 from ..graph import Node
 from ..mesh import PIPELINE, Mesh
 from ..plan import Plan
-from ..price.account import Account, Held, by_itself, in_a_row
+from ..price.account import Account, Held, PartLevels, by_itself, in_a_row
 from ..price.cluster import Device
 from ..price.price import price
 from ..price.price_memory import Sharing
@@ -127,6 +127,18 @@ class LayerPrices:
         parts = ((getattr(self, n), getattr(other, n)) for n in POSITIONS)
         whole = of(self.whole, other.whole)
         return LayerPrices(self.runs, whole, *(both(*pair) for pair in parts))
+
+    def settled(self) -> LayerPrices:
+        """With the peaks of what is alive, without what they are found of."""
+
+        def of(account: Account) -> Account:
+            parts = account.microbatch.values()
+            return account.with_parts(
+                *(p.settled() if isinstance(p, PartLevels) else p for p in parts)
+            )
+
+        parts = (getattr(self, n) for n in POSITIONS)
+        return LayerPrices(self.runs, of(self.whole), *(p and of(p) for p in parts))
 
 
 class Prices(Protocol):
@@ -258,4 +270,5 @@ def price_layers(
     named: Named, plan: Plan, starts: tuple[str, ...], device: Device, halves: bool
 ) -> LayerPrices:
     """Cut and price at once, see both."""
-    return price_cut(cut_layers(named, plan, starts), plan.recompute, device, halves)
+    cut = cut_layers(named, plan, starts)
+    return price_cut(cut, plan.recompute, device, halves).settled()

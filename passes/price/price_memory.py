@@ -12,14 +12,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..cost import Exchange, join_exchanges
+import numpy as np
+
+from ..cost import Exchange, Levels, join_exchanges
 from ..graph import Value
 from ..mesh import AXES, TIME
-from ..price.account import Account, Alive, Held
+from ..price.account import Account, Alive, Held, PartCost, PartLevels
 from ..shard.parameter_sharding import find_casts
-from ..stage.blocks import beside_blocks, block_messages
-from ..stage.count_footprint import footprint, footprints
+from ..stage.blocks import Besides, beside_blocks, block_messages
+from ..stage.count_footprint import NOTHING, footprint_of, levels_beside
 from ..stage.local_stage import LocalStage
+from ..stage.storages import Storages, storages
 
 
 class Sharing(NamedTuple):
@@ -36,24 +39,23 @@ def with_held(
     """The account of what a stage computes, with the bytes that it holds. offload: the
     optimizer's state is not on the device."""
     experts = find_experts(local)
-    sizes, others = footprint(local), []
+    usual = storages(local)
+    sizes = footprint_of(local, usual)
     gathered = block_messages(local, local.forward, experts)
     account = account.changed(forward=account.forward.changed(gathered=gathered))
     if sharing:
-        besides = beside_blocks(sharing.local, experts, sharing.made)
-        others = footprints(sharing.local, besides)
         account = _with_messages(account, sharing, experts)
-    among, alone = others[: len(others) // 2], others[len(others) // 2 :]
-    if not experts:
-        among, alone = 2 * among, 2 * alone  # there is nothing to leave out
-    parts = [
-        replace(
-            part,
-            alive=Alive(*[getattr(x, f"{name}_peak") for x in (sizes, *among)]),
-            alone=Alive(*[getattr(x, f"{name}_peak") for x in (sizes, *alone)]),
-        )
-        for name, part in account.microbatch.items()
+    parts: list[PartCost] = [
+        part.changed(alive=Alive(of.peak), alone=Alive(of.peak))
+        for part, of in zip(account.microbatch.values(), usual, strict=True)
     ]
+    if sharing:
+        besides = beside_blocks(sharing.local, experts, sharing.made)
+        made = storages(sharing.local)
+        parts = [
+            PartLevels(**vars(part), levels=_levels(*pair, besides, bool(experts)))
+            for part, pair in zip(parts, zip(usual, made, strict=True), strict=True)
+        ]
     casts = find_casts(local.prologue, local.params)
     read = _read(local, casts)
     of_casts: Counter[str] = Counter()  # by the parameter that is cast
@@ -89,6 +91,21 @@ def with_held(
 def _pending(name: str, local: LocalStage) -> tuple[str, ...]:
     """The axes over which a parameter's gradient is summed, without that of time."""
     return tuple(sorted(local.stage.shardings[name].varying - {TIME}))
+
+
+def _levels(
+    usual: Storages, made: Storages, besides: Besides, has_experts: bool
+) -> Levels:
+    """As `PartLevels` has them. usual: of a part as it is run; made: of one whose
+    gradients are made, with what is beside it in cases, of which the second half is
+    without neighbours."""
+    rows = levels_beside(made, besides)
+    pieces = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    if not has_experts:
+        pieces = [2 * own for own in pieces]  # there is nothing to leave out
+    own = [[float(usual.before), *map(float, usual.levels)], *pieces[0], *pieces[1]]
+    width = max(map(len, own))
+    return Levels(np.array([[*r, *[NOTHING] * (width - len(r))] for r in own]))
 
 
 def _with_messages(

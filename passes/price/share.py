@@ -130,8 +130,10 @@ class _Shares:
         step = account.step + self.casts_less(device)
         parts = {**account.microbatch, "step": step}
         among = self.candidate.data_parallel > 1
+        has_experts = among and account.experts.trained > 0
+        ranks = self.candidate.data_parallel if has_experts else self.candidate.alike
         for name, part in account.microbatch.items() if zero > 1 else ():
-            most = part.alive.of(zero, among, self.arriving(part))
+            most = part.alive.of(zero, among, ranks)
             parts[name] = part.changed(alive=Alive(most))
         where = "forward" if zero == 3 else "step"
         moves = self.messages("all_gather", account.forward.gathered, True)
@@ -152,12 +154,6 @@ class _Shares:
             seconds += own.work / device.efficiency + own.seconds
             parts[where] = _with(parts[where], moves, own, seconds)
         return parts.values()
-
-    def arriving(self, part: PartCost) -> float:
-        """Bytes of shares of the largest block's gradients."""
-        of, c = part.scattered, self.candidate
-        experts = of.largest_of_some / c.data_parallel if c.data_parallel > 1 else 0.0
-        return of.largest / c.alike + experts
 
     def casts_less(self, device: Device) -> PartCost:
         """What casts of shares take less than those of whole parameters: as many are
@@ -205,9 +201,7 @@ class _Shares:
         account = self.account
         if self.zero == 3:
             return account.edges + self.more_whole
-        gathered = account.forward.gathered
-        block = gathered.largest + gathered.largest_of_some
-        block /= max(1, account.held.read)
+        block = account.forward.gathered.largest / max(1, account.held.read)
         least = (
             self.candidate.data_parallel
             if account.experts.trained

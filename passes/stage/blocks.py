@@ -47,15 +47,14 @@ class _Use(NamedTuple):
 @dataclass(frozen=True)
 class BlockMessages(Amounts):
     """Parameters that a part gathers by block, or gradients that leave it: messages,
-    one for each dtype of a block, bytes of them, and of the largest block; and the same
-    of some, which are not among these."""
+    one for each dtype of a block, and bytes of them; the same of some, which are not
+    among these; and bytes of the largest block."""
 
     calls: float = 0.0
     bytes: float = 0.0
-    largest: float = 0.0
     calls_of_some: float = 0.0
     of_some: float = 0.0
-    largest_of_some: float = 0.0
+    largest: float = 0.0
 
 
 def block_messages(
@@ -79,9 +78,9 @@ def block_messages(
             [use for use in block if (owner.get(use.name, use.name) in some) == apart]
             for block in blocks
         ]
-        sizes = [sum(use.bytes for use in block) for block in own]
         calls = sum(len({use.dtype for use in block}) for block in own)
-        amounts += [calls, sum(sizes), max(sizes, default=0)]
+        amounts += [calls, sum(use.bytes for block in own for use in block)]
+    amounts.append(max((sum(u.bytes for u in block) for block in blocks), default=0))
     return BlockMessages(*amounts)
 
 
@@ -96,11 +95,11 @@ def beside_blocks(
 ) -> Besides:
     """For `passes.stage.count_footprint`: gradients by block, as in ZeRO-2; and weights
     too, as in ZeRO-3, in the precision in which they are gathered; and either only
-    where a block's gradients are ready, when shares of the block before arrive, which
-    are not counted. All of these again without parameters that no other rank has,
-    `some`, if there are any, which are never gathered; and all of that again for a
-    stage that is no piece of one, with blocks next to it. made: by parameter,
-    gradients."""
+    where a block's gradients are ready, when shares of the block before arrive: none of
+    these, and as many bytes as of whole gradients. All of these again without
+    parameters that no other rank has, `some`, if there are any, which are never
+    gathered; and all of that again for a stage that is no piece of one, with blocks
+    next to it. made: by parameter, gradients."""
     casts = find_casts(local.prologue, local.params)
     weights = _gathered(local, casts)
     alone = {*some, *(name for name, held in casts.items() if held in some)}
@@ -123,8 +122,10 @@ def beside_blocks(
                     scattered = [*map(sub, scattered, _made(nodes, left_out))]
                 gathered = _gather(count, _blocks(read, left_out), after)
                 both = [*map(add, gathered, scattered)]
-                ready = _ready(blocks, before)
-                rows += [scattered, both, _only(ready, scattered), _only(ready, both)]
+                rows += [scattered, both]
+                for arriving in (0, 1):
+                    ready = _ready(blocks, before, arriving)
+                    rows += [_only(ready, scattered), _only(ready, both)]
         return rows
 
     return besides
@@ -141,14 +142,20 @@ def _made(nodes: Sequence[Node], names: Collection[str]) -> list[int]:
     return alive.levels()
 
 
-def _ready(blocks: Sequence[Sequence[_Use]], before: bool) -> dict[int, int]:
-    """The nodes where gradients of a block are ready, with how much less is on its way
-    until then than there will be."""
+def _ready(
+    blocks: Sequence[Sequence[_Use]], before: bool, arriving: int
+) -> dict[int, int]:
+    """The nodes where gradients of a block are ready, with how much more is there of
+    those of the block before than will be on its way of these.
+
+    arriving: what share of them arrives.
+    """
     sizes = [sum(use.bytes for use in block) for block in blocks]
     ends = [block[0].last for block in blocks]
     first = sizes[0] if blocks and before else 0
     pairs = zip([first, *sizes], sizes, strict=False)
-    return {end: 2 * (x - y) for end, (x, y) in zip(ends, pairs, strict=True)}
+    more = [(2 + arriving) * x - 2 * y for x, y in pairs]
+    return dict(zip(ends, more, strict=True))
 
 
 def _only(nodes: Mapping[int, int], row: Sequence[int]) -> list[int | None]:

@@ -7,9 +7,7 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
-from ..graph import Node
 from ..graph_text import DTYPES
 from ..mesh import PIPELINE
 from ..ops.attention import passed_round, ring_of
@@ -17,25 +15,22 @@ from ..ops.memory import find_owners
 from ..schedule.footprint import Communication, Footprint
 from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_made
-from ..stage.blocks import Besides, Runs
+from ..stage.blocks import Besides
 from ..stage.local_stage import LocalStage
 from ..stage.storages import Storages, storages
+
+Parts = tuple[Storages, Storages, Storages]
+NOTHING = -1e18  # less than any bytes are; finite, so that it may be added
 
 
 def footprint(local: LocalStage) -> Footprint:
     """Activation memory of one microbatch."""
-    return footprints(local, nothing_beside)[0]
+    return footprint_of(local, storages(local))
 
 
-def nothing_beside(nodes: Sequence[Node], runs: Runs) -> list[list[int | None]]:
-    """The one case in which nothing is there but what values stand for."""
-    return [[0] * len(nodes)]
-
-
-def footprints(local: LocalStage, besides: Besides) -> list[Footprint]:
-    """The footprint with each of several things beside."""
-    parts = storages(local)
-    forward, backward, _ = parts
+def footprint_of(local: LocalStage, parts: Parts) -> Footprint:
+    """The same; parts: of its storages."""
+    forward, backward, weight = parts
     owners, sizes = forward.owners, forward.sizes
     residuals = {owners[v.name] for v in local.residuals if v.name in owners}
     owners = backward.owners
@@ -44,19 +39,32 @@ def footprints(local: LocalStage, besides: Besides) -> list[Footprint]:
     }
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
+    return Footprint(
+        residuals=sum(sizes[root] for root in residuals),
+        forward_peak=forward.peak,
+        backward_peak=backward.peak,
+        weight_residuals=sum(backward.sizes[root] for root in weight_residuals),
+        step=step,
+        weight_peak=weight.peak,
+        edges=edges,
+        received=received,
+        sent=sent,
+    )
+
+
+def levels_beside(part: Storages, besides: Besides) -> list[list[float]]:
+    """Bytes alive before the first node and while each one runs, with each of several
+    things beside, that no value stands for; `NOTHING` where these do not count."""
+    rows = besides(part.nodes, part.runs)
     return [
-        Footprint(
-            residuals=sum(sizes[root] for root in residuals),
-            forward_peak=f,
-            backward_peak=b,
-            weight_residuals=sum(backward.sizes[root] for root in weight_residuals),
-            step=step,
-            weight_peak=w,
-            edges=edges,
-            received=received,
-            sent=sent,
-        )
-        for f, b, w in zip(*(_peaks(part, besides) for part in parts), strict=True)
+        [
+            float(part.before),
+            *(
+                NOTHING if y is None else float(x + y)
+                for x, y in zip(part.levels, row, strict=True)
+            ),
+        ]
+        for row in rows
     ]
 
 
@@ -85,16 +93,6 @@ def _whole(local: LocalStage) -> tuple[int, int]:
     grads = sum(v.bytes for v in local.wholes)
     step = sum(begin.sizes[root] for root in roots) + grads
     return step, max(begin.peak + grads, step + end.peak)
-
-
-def _peaks(part: Storages, besides: Besides) -> list[int]:
-    """The most bytes alive at once, with those that no value stands for."""
-    rows = besides(part.nodes, part.runs)
-    most = []
-    for row in rows:
-        pairs = zip(part.levels, row, strict=True)
-        most.append(max([part.before, *(x + y for x, y in pairs if y is not None)]))
-    return most
 
 
 def communication(local: LocalStage) -> list[Communication]:
