@@ -391,5 +391,7 @@ def test_a_price_that_no_published_run_bears_out_is_called_so(
     shared = Candidate(Mesh((("dp", ranks),)), 1, 1, "1f1b", 1, zero, "full", (1,))
     estimate = Estimate(shared, 1.0, ({"parameters": 1.0},), {}, 0.0, 1.0)
     cluster = cluster_of(f"{ranks}xH100")
-    notes = plans_table(Ranking((estimate,), 1, None), cluster, "").notes
-    assert sum("published runs" in note for note in notes) == says
+    other = replace(estimate, candidate=replace(shared, mesh=Mesh(()), zero=0))
+    for plans in ((estimate,), (other, estimate)):
+        notes = plans_table(Ranking(plans, 1, None), cluster, "").notes
+        assert sum("published runs" in note for note in notes) == says

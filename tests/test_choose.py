@@ -15,6 +15,7 @@ from autopar.machine.hardware import (
     DEVICES,
     NODES,
     cluster_of,
+    device_of,
     make_cluster,
     named_by_torch,
     node_size,
@@ -131,12 +132,29 @@ def test_what_cannot_be_chosen_for(mesh, options, error, says) -> None:
         ("NVIDIA H200", 150.0, "H200"),
         ("Tesla V100-SXM2-32GB", 34.0, "V100"),
         ("NVIDIA L4", 23.6, "L4"),
+        ("NVIDIA L40", 47.7, "L40"),
+        ("NVIDIA A30", 25.2, "A30"),
+        ("NVIDIA H200 NVL", 150.0, "H200-NVL"),
+        ("NVIDIA H800 PCIe", 84.9, "H800-PCIe"),
+        ("NVIDIA A800 80GB PCIe", 85.1, "A800-PCIe-80GB"),
+        ("NVIDIA A800-PCIE-40GB", 42.4, "A800-PCIe-40GB"),
+        ("NVIDIA B300 SXM6 AC", 288.0, "B300"),
+        ("AMD Instinct MI325X", 274.9, "MI325X"),
     ],
 )
 def test_devices_are_known_by_the_names_that_torch_gives(
     name: str, gigabytes: float, known: str
 ) -> None:
     assert named_by_torch(name, gigabytes * 1e9) is DEVICES[known]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("H200NVL", "H200-NVL"), ("A100", "A100-80GB"), ("H100-SXM", "H100")],
+)
+def test_names_near_to_that_of_a_device_are_told(name: str, meant: str) -> None:
+    with pytest.raises(ClusterError, match=rf"did you mean .*{meant}.*\? else use"):
+        device_of(name)
 
 
 def test_an_unknown_gpu_is_to_be_described() -> None:

@@ -6,6 +6,7 @@ are what large products, copies and collectives reach of them.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Mapping
@@ -64,10 +65,11 @@ def _gpu(
     )
 
 
-# The makers' data sheets: NVIDIA T4 (2019), V100 (2020), A10, A10G, A40, RTX A6000 and
-# RTX 3090 (2021), A100 (2021), A800 (2022), RTX 4090 (2022), H100 of all three forms,
-# L4, L40S, GH200, H800 and H20 (2023), H200 (2024), HGX B200 and GB200 NVL72 (2024),
-# RTX 5090 (2025), AMD MI300X (2023). float64 is of tensor cores, where there are any.
+# The makers' data sheets: NVIDIA T4 (2019), V100 (2020), A10, A10G, A30, A40, RTX A6000
+# and RTX 3090 (2021), A100 (2021), A800 (2022), RTX 4090 and L40 (2022), H100 of all
+# three forms, L4, L40S, GH200, H800 and H20 (2023), H200 and its NVL (2024), HGX B200
+# and GB200 NVL72 (2024), RTX 5090 and HGX B300 (2025), AMD MI300X (2023) and MI325X
+# (2024). float64 is of tensor cores, where there are any.
 # A name's words are those by which torch names the device. What attention reaches of
 # the peak is measured on an A100 and an H100; an Ada's tensor cores are programmed as
 # an Ampere's, and those of an H20 have so small a peak that they are no less busy.
@@ -75,7 +77,8 @@ def _gpu(
 # the best that a search over shapes in bfloat16 came upon reaches 0.87 and 0.80 (Bekman
 # 2026, github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable
 # Matmul FLOPS"). Where it reaches less, so do they, in the proportion of the H100: on a
-# B200 (0.776), a GB200 (0.729) and an MI300X (0.514).
+# B200 (0.776), a GB200 (0.729) and an MI300X (0.514). A B300's and an MI325X's are as
+# many as a B200's and an MI300X's, and taken to be as good.
 DEVICES = {
     device.name: device
     for device in (
@@ -83,28 +86,36 @@ DEVICES = {
         _gpu("V100", 32, 0.9, 125, None, 15.7, 7.8),
         _gpu("A10", 24, 0.6, 125, 62.5, 31.2, 0.49, "ampere"),
         _gpu("A10G", 24, 0.6, 70, 35, 35, 0.55, "ampere"),
+        _gpu("A30", 24, 0.933, 165, 82, 10.3, 10.3, "ampere"),
         _gpu("A40", 48, 0.696, 149.7, 74.8, 37.4, 0.58, "ampere"),
         _gpu("A100-40GB", 40, 1.555, 312, 156, 19.5, 19.5, "ampere"),
         _gpu("A100-80GB", 80, 2.039, 312, 156, 19.5, 19.5, "ampere"),
         _gpu("A100-PCIe-40GB", 40, 1.555, 312, 156, 19.5, 19.5, "ampere"),
         _gpu("A100-PCIe-80GB", 80, 1.935, 312, 156, 19.5, 19.5, "ampere"),
         _gpu("A800-80GB", 80, 2.039, 312, 156, 19.5, 19.5, "ampere"),
+        _gpu("A800-PCIe-40GB", 40, 1.555, 312, 156, 19.5, 19.5, "ampere"),
+        _gpu("A800-PCIe-80GB", 80, 1.935, 312, 156, 19.5, 19.5, "ampere"),
         _gpu("RTX-A6000", 48, 0.768, 154.8, 77.4, 38.7, 0.6, "ampere"),
         _gpu("RTX-3090", 24, 0.936, 71, 35.6, 35.6, 0.56, "ampere"),
         _gpu("RTX-4090", 24, 1.008, 165.2, 82.6, 82.6, 1.29, "ampere"),
         _gpu("RTX-5090", 32, 1.792, 209.5, 104.8, 104.8, 1.64),
         _gpu("L4", 24, 0.3, 121, 60, 30.3, 0.49, "ampere"),
+        _gpu("L40", 48, 0.864, 181, 90.5, 90.5, 1.41, "ampere"),
         _gpu("L40S", 48, 0.864, 362, 183, 91.6, 1.43, "ampere"),
         _gpu("H100", 80, 3.35, 989.5, 494.7, 67, 67, "hopper"),
         _gpu("H100-PCIe", 80, 2.0, 756, 378, 51, 51, "hopper"),
         _gpu("H100-NVL", 94, 3.9, 835, 417.5, 60, 60, "hopper"),
         _gpu("H200", 141, 4.8, 989.5, 494.7, 67, 67, "hopper"),
+        _gpu("H200-NVL", 141, 4.8, 835.5, 417.5, 60, 60, "hopper"),
         _gpu("H800", 80, 3.35, 989.5, 494.7, 67, 1, "hopper"),
+        _gpu("H800-PCIe", 80, 2.0, 756, 378, 51, 0.8, "hopper"),
         _gpu("H20", 96, 4.0, 148, 74, 44, 1, "ampere"),
         _gpu("GH200", 96, 4.0, 989.5, 494.7, 67, 67, "hopper"),
         _gpu("B200", 180, 7.7, 2250, 1100, 75, 37, efficiency=0.72),
+        _gpu("B300", 288, 8.0, 2250, 1125, 75, 1.25, efficiency=0.72),
         _gpu("GB200", 186, 8.0, 2500, 1250, 80, 40, efficiency=0.68),
         _gpu("MI300X", 192, 5.3, 1307.4, 653.7, 163.4, 163.4, efficiency=0.48),
+        _gpu("MI325X", 256, 6.0, 1307.4, 653.7, 163.4, 163.4, efficiency=0.48),
         Device(
             "CPU", 8 * GB, 10 * GB, {"float32": 5e10, "float64": 2.5e10}, launch=5e-6
         ),
@@ -117,28 +128,36 @@ NODES: Mapping[str, tuple[int, str, str, float]] = {
     "V100": (8, "NVLink 2", "InfiniBand EDR", 1),
     "A10": (4, "PCIe 4", "Ethernet 100G", 1),
     "A10G": (8, "PCIe 4", "EFA 100G", 1 / 8),
+    "A30": (4, "PCIe 4", "Ethernet 100G", 1),
     "A40": (8, "PCIe 4", "InfiniBand EDR", 1),
     "A100-40GB": (8, "NVLink 3", "InfiniBand HDR", 1),
     "A100-80GB": (8, "NVLink 3", "InfiniBand HDR", 1),
     "A100-PCIe-40GB": (8, "PCIe 4", "InfiniBand EDR", 1),
     "A100-PCIe-80GB": (8, "PCIe 4", "InfiniBand EDR", 1),
     "A800-80GB": (8, "NVLink 3, 8 links", "InfiniBand HDR", 1),
+    "A800-PCIe-40GB": (8, "PCIe 4", "InfiniBand EDR", 1),
+    "A800-PCIe-80GB": (8, "PCIe 4", "InfiniBand EDR", 1),
     "RTX-A6000": (8, "PCIe 4", "Ethernet 100G", 1),
     "RTX-3090": (4, "PCIe 4", "Ethernet 10G", 1),
     "RTX-4090": (8, "PCIe 4", "Ethernet 10G", 1),
     "RTX-5090": (8, "PCIe 5", "Ethernet 10G", 1),
     "L4": (8, "PCIe 4", "Ethernet 100G", 1),
+    "L40": (8, "PCIe 4", "RoCE 200G", 1),
     "L40S": (8, "PCIe 4", "RoCE 200G", 1),
     "H100": (8, "NVLink 4", "InfiniBand NDR", 1),
     "H100-PCIe": (8, "PCIe 5", "InfiniBand HDR", 1),
     "H100-NVL": (8, "PCIe 5", "InfiniBand HDR", 1),
     "H200": (8, "NVLink 4", "InfiniBand NDR", 1),
+    "H200-NVL": (8, "PCIe 5", "InfiniBand NDR", 1),
     "H800": (8, "NVLink 4, 8 links", "InfiniBand NDR", 1),
+    "H800-PCIe": (8, "PCIe 5", "InfiniBand HDR", 1),
     "H20": (8, "NVLink 4", "InfiniBand NDR", 1),
     "GH200": (1, "NVLink 4", "InfiniBand NDR", 1),
     "B200": (8, "NVLink 5", "InfiniBand NDR", 1),
+    "B300": (8, "NVLink 5", "InfiniBand XDR", 1),
     "GB200": (72, "NVLink 5", "InfiniBand NDR", 1),
     "MI300X": (8, "Infinity Fabric 3", "RoCE 400G", 1),
+    "MI325X": (8, "Infinity Fabric 3", "RoCE 400G", 1),
 }
 OTHERS = (8, "PCIe 4", "Ethernet 100G", 1.0)  # of devices that nobody knows
 # Processes of a CPU, whose links nobody measured.
@@ -174,9 +193,14 @@ def device_of(name: str) -> Device:
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device
+    names = {known.lower(): known for known in DEVICES}
+    model = re.split(r"[-_ ]", name.lower())[0]  # whatever form it has
+    close = [known for known in names if known.split("-")[0] == model]
+    close = close or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.7)
+    meant = f"did you mean {' or '.join(names[n] for n in close)}? else " * bool(close)
     raise ClusterError(
         f"no device is known as {shown(name)}",
-        fix=f"use one of {', '.join(DEVICES)}, or a cluster file",
+        fix=f"{meant}use one of {', '.join(DEVICES)}, or a cluster file",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from autopar.machine.measured_cluster import how_priced
@@ -60,7 +62,7 @@ def plans_table(
     best = f"the best of {plans.tried} candidates"
     priced = how_priced(plans.best[0], cluster)
     again = recomputed(plans.best[0])
-    beyond = _beyond_what_is_known(plans.best[0].candidate)
+    beyond = _beyond_what_is_known([e.candidate for e in plans.best])
     return Table(title, head, tuple(rows), (best, priced, *again, *beyond, *notes))
 
 
@@ -75,11 +77,12 @@ def recomputed(e: Estimate) -> tuple[str, ...]:
     )
 
 
-def _beyond_what_is_known(best: Candidate) -> tuple[str, ...]:
-    """A warning of a price that no published run bears out."""
-    if best.shares < 3 or best.alike <= CONFIRMED:
+def _beyond_what_is_known(best: Sequence[Candidate]) -> tuple[str, ...]:
+    """A warning of prices that no published run bears out."""
+    many = max((c.alike for c in best if c.shares == 3), default=0)
+    if many <= CONFIRMED:
         return ()
     return (
-        f"parameters are shared by {best.alike:,} ranks: published runs of ZeRO-3 bear "
-        f"out prices up to {CONFIRMED}; compare with --zero 1",
+        f"with zero 3 parameters are shared by up to {many:,} ranks: published runs of "
+        f"it bear out prices up to {CONFIRMED}; compare with --zero 1",
     )
