@@ -76,8 +76,14 @@ class Planned:
     """What ran, at the price that `autopar plan` gives. published: seconds of a
     step."""
 
+    task: Task
     estimate: Estimate
     published: float
+
+    @property
+    def filled(self) -> float:
+        """The share of a device's memory that it takes at its peak."""
+        return self.estimate.peak / self.task.cluster.device.memory
 
     @property
     def error(self) -> float:
@@ -99,7 +105,8 @@ def as_planned(table: str) -> Iterator[Planned]:
         cluster = task.cluster
         prices = _prices(replace(task, batch=0), sequence_parallel)
         e = run_on_paper(candidate, prices, cluster)
-        yield Planned(with_whole_layers(e, prices, cluster), _published(row))
+        e = with_whole_layers(e, prices, cluster)
+        yield Planned(task, e, _published(row))
 
 
 @cache
