@@ -9,7 +9,7 @@ from draw_expert_loops import draw, outcome
 MORE = 200
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 3])
 def test_usual_words_are_one_step(seed: int) -> None:
     assert outcome(draw(seed)) == "one step"

@@ -168,7 +168,7 @@ def test_a_balance_loss_over_the_whole_batch_needs_all_of_it_at_once() -> None:
     assert "modeling_mixtral.py" in str(caught.value)
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_experts_that_are_hit_are_as_those_that_are_looked_up(name: str) -> None:
     """The library's own loop over experts that have tokens."""

@@ -265,6 +265,7 @@ def test_on_four_processes():
     assert len({schedule for _, schedule in results}) == 1
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_order_ends_where_it_is_slower_than_the_best(overlap: bool) -> None:
     """And only there: what is as fast comes out as without that end."""
