@@ -41,7 +41,11 @@ OF_EXPERTS = ("ep=4", "dp=2,ep=2", "fsdp=2,ep=2", "ep=2,tp=2", "pp=2,ep=2")
 # What compiling then moves out of the loop, and how many kernels add what arrives of
 # gradients, the planner does not see: a few launches, much of a tiny model's step. Its
 # peaks are of stages put together of pieces, each with what is next to it.
-WIDE, TINY = 0.01, 0.04
+WIDE, TINY = 0.01, 0.05
+# With ZeRO-2 and 3 the first and the last layer of a stage have a block next to them in
+# prices, which is too much where stages have two layers or one, and so is a table that
+# both ends share: it is counted as on its way before the second of them is done.
+ENDS = 0.1
 # What is counted once a step is priced of the short model's samples, not of a rank's;
 # of one microbatch it is in the forward, where some of it is kept.
 COUNTED = 1e-4
@@ -153,7 +157,8 @@ def same_by_all(drawn: Drawn) -> None:
     assert compiled.seconds == pytest.approx(e.seconds, rel=seconds), told
     for mine, planned in zip(compiled.memory, e.memory, strict=True):
         ratio = sum(planned.values()) / sum(mine.values())
-        assert 1 - size <= ratio <= 1 + size, f"{told}: {ratio}"
+        more = ENDS if shares else size
+        assert 1 - size <= ratio <= 1 + more, f"{told}: {ratio}"
     for stage, planned in zip(compiled.stages, e.stages, strict=True):
         assert stage.total == pytest.approx(planned.total, rel=1.5 * seconds), told
         if exact:

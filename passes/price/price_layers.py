@@ -256,13 +256,16 @@ def _price(
     if joints.makes:
         sharing = Sharing(finish(joints.makes, policies), joints.makes.made)
     made = [n for n in local.prologue if any(v.name in counts for v in n.results)]
-    added = join_exchanges(_added_up(node) for node in made)
+    added = join_exchanges(_added_up(node, local.prologue) for node in made)
     return price(local, device, sharing).changed(counts=added)
 
 
-def _added_up(node: Node) -> Exchange:
-    """A number that ranks add up, over the axes of the batch that there are."""
-    axes = node.arg("axes") if node.op == "comm.all_reduce" else ()
+def _added_up(node: Node, nodes: Sequence[Node]) -> Exchange:
+    """A number that ranks add up, over the axes of the batch that there are. nodes:
+    among which it is made and added up."""
+    sums = (n for n in nodes if n.op == "comm.all_reduce" and n.operands[0] == node.out)
+    added = next(sums, node)
+    axes = added.arg("axes") if added.op == "comm.all_reduce" else ()
     return Exchange("all_reduce", axes, 1.0, float(node.results[0].bytes))
 
 
