@@ -103,6 +103,11 @@ def a_norm_by_hand(step: Step) -> None:
     sum(p.grad.norm() ** 2 for p in step.parameters() if p.grad is not None)
 
 
+def a_norm_after_an_update(step: Step) -> None:
+    an_update(step, torch.optim.SGD(step.parameters(), lr=1e-3))
+    nn.utils.get_total_norm([p.grad for p in step.parameters()])
+
+
 def a_norm_of_all_elements_by_hand(step: Step) -> None:
     step(**batch_of(0))
     for p in step.parameters():
@@ -126,6 +131,7 @@ REFUSED: Mapping[Callable[[Step], None], str] = {
     clipped_by_torch: "clip by step.clip_grad_norm_(max_norm)",
     clipped_by_torch_one_by_one: "clip by step.clip_grad_norm_(max_norm)",
     a_norm_by_hand: "norm of what this rank holds is not that of the",
+    a_norm_after_an_update: "norm of what this rank holds is not that of the",
     a_norm_of_all_elements_by_hand: " of what this rank holds is not",
     data_of_another_shape: "was given float32[3, 5] on cpu as its data",
 }

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autopar.passes.digest import digest_of_text
 from autopar.passes.errors import AutoparError
@@ -86,13 +89,20 @@ class Updates:
         self._groups: Facts = {}
         # Of each, a parameter, and its gradient as it was.
         self._used: list[tuple[Tensor, Tensor, int]] = []
+        # During an update: a parameter, its plain gradient, and the one that is shown.
+        self._aside: list[tuple[Tensor, Tensor, Tensor]] = []
         here = ref(self)
 
-        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (updates := here()) is not None:
                 updates.before(optimizer)
 
-        finalize(self, register_optimizer_step_pre_hook(hook).remove)
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (updates := here()) is not None:
+                updates.after()
+
+        finalize(self, register_optimizer_step_pre_hook(before).remove)
+        finalize(self, register_optimizer_step_post_hook(after).remove)
         _watch_clipping()
         WATCHING.add(self)
 
@@ -121,16 +131,25 @@ class Updates:
             self._known[optimizer] = held
         _check_scaler()
         self._note(optimizer)
-        for p, name in zip(params, names, strict=True):
-            if name is None or type(p.grad) is not ShardGradient:
-                continue
-            shown = p.grad is self._shown[name]  # or set by the user
-            p.grad = self._plain[name] if shown else p.grad.as_subclass(Tensor)
         self._used += [
             (p, p.grad, p.grad._version)
             for p, name in zip(params, names, strict=True)
             if name is not None and p.grad is not None
         ][:1]
+        for p, name in zip(params, names, strict=True):
+            if name is None or type(p.grad) is not ShardGradient:
+                continue
+            shown = p.grad
+            own = shown is self._shown[name]  # or set by the user
+            p.grad = self._plain[name] if own else shown.as_subclass(Tensor)
+            self._aside.append((p, p.grad, shown))
+
+    def after(self) -> None:
+        """After an update: gradients are shown as before."""
+        for p, plain, shown in self._aside:
+            if p.grad is plain:
+                p.grad = shown
+        self._aside.clear()
 
     def left_gradients(self) -> bool:
         """Before a step: whether an optimizer has used gradients since the last one,
