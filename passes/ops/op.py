@@ -88,6 +88,9 @@ class Small(Protocol):
     def leading(self, name: str, dim: int, n: int) -> int:
         """What becomes of the first factors of a value's dim, whose product is n."""
 
+    def trailing(self, name: str, dim: int, n: int) -> int | None:
+        """What becomes of the last factors of a value's dim, if their product is n."""
+
 
 @dataclass(frozen=True)
 class Alternative:

@@ -206,7 +206,7 @@ OPS = (
     _heeded("__and__", "self other"),
     _heeded("__or__", "self other"),
     _heeded("__xor__", "self other"),
-    _heeded("floor_divide", "self other", ""),
+    _heeded("floor_divide", "self other", "", shrunk=shrunk.quotient),
     _heeded("square", "self"),
     _heeded("mish", "self"),
     _heeded("log_sigmoid", "self"),

@@ -74,6 +74,15 @@ def comparison(at: Small, node: Node, new: Node) -> Node:
     return new.with_args(other=at.number(other))
 
 
+def quotient(at: Small, node: Node, new: Node) -> Node:
+    """Rows by how many of them are one token's: the last factors of their number."""
+    x, other = node.named("self other")
+    if isinstance(x, Value) and x.shape and type(other) is int and other > 1:
+        small = at.trailing(x.name, len(x.shape) - 1, other)
+        return new if small is None else new.with_args(other=small)
+    return new
+
+
 def filled(at: Small, node: Node, new: Node) -> Node:
     """Numbers written among positions speak of sizes, as those do that positions are
     compared with: of what is nowhere, the sequence's end."""

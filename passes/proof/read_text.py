@@ -53,6 +53,10 @@ OF_PARTS = re.compile(
 )
 
 
+# Views among these say what a rank has.
+VIEW = re.compile(r"\.\w+\([^()]*\)")
+
+
 class Counts(Enum):
     """SOME: layers, or other things that a small program has as many of. MASKS: draws
     before this one. OTHERS: what is as it is in the small program."""
@@ -190,6 +194,9 @@ class _Reader:
         numbers: list[Number] = []
         comment = OF_PARTS.search(code)
         parts_from = comment.start("operands") if comment else len(code)
+        views = {
+            at for own in VIEW.finditer(code, parts_from) for at in range(*own.span())
+        }
         counted = COUNTED.match(code)
         counts = Counts.SIZE
         if counted is not None:
@@ -205,7 +212,7 @@ class _Reader:
                 some = Counts.OTHERS if named and table in ("p", "g") else Counts.SOME
                 parts.append(f"{table}[{self._layers(key, numbers, some)}]")
             elif match["number"] is not None:
-                whole = match.start() >= parts_from
+                whole = match.start() >= parts_from and match.start() not in views
                 own, before = counts, code[: match.start()]
                 if counted is not None and APART.search(before):
                     own = Counts.OTHERS

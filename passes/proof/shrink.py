@@ -118,6 +118,14 @@ class Shrinker:
                 large, small = large * factor, small * self.sizes[factor]
         return small
 
+    def trailing(self, name: str, dim: int, n: int) -> int | None:
+        """What becomes of the last factors of a value's dim, if their product is n."""
+        large = small = 1
+        for factor in reversed(self.extents.factors[name][dim]):
+            if large < n:
+                large, small = large * factor, small * self.sizes[factor]
+        return small if large == n else None
+
     def _place(self, n: int) -> int:
         known = sorted(self.sizes)
         if n in self.sizes:
