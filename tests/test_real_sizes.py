@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import autopar
 from autopar.models.configurations import shipped
@@ -31,5 +32,27 @@ def test_a_model_is_proved_at_its_own_size(name: str, mesh: str, options: dict) 
     program = autopar.compile_offline(
         loaded.model, batch, plan, cluster=PLAIN, prove=True
     )
+    proof = program.proof
+    assert proof is not None and proof.size == SMALL and proof.passed
+
+
+# Of transformers' causal models, at their default sizes: windows and rotations in turn,
+# chosen groups of experts, twice a gate that is as wide as the model, state spaces.
+KINDS = ["cohere2", "exaone4", "glm4_moe", "minimax_m2", "nemotron_h", "olmo3"]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(quick=0, daily=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_proved_at_its_default_size(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    config = transformers.AutoConfig.for_model(kind, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    batch = example_batch(config.vocab_size, 64, 1024)
+    plan = Plan(Mesh.parse("dp=2,pp=2,tp=4"), 8, zero=1)
+    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN, prove=True)
     proof = program.proof
     assert proof is not None and proof.size == SMALL and proof.passed

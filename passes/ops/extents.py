@@ -167,6 +167,20 @@ def linear(at: Unite, node: Node) -> None:
         at.atoms.unify(b[0], weight[0])
 
 
+def of_groups(at: Unite, node: Node) -> None:
+    """_grouped_mm: rows [m,k], those of a group by its matrix of [e,k,n] -> [m,n]."""
+    x, weight, *ends = (at.tensors[v.name] for v in node.operands)
+    if (len(x), len(weight)) != (2, 3):
+        at.align(node)
+        return
+    out = at.tensors[node.out.name]
+    at.atoms.unify(x[0], out[0])
+    at.atoms.unify(x[1], weight[1])
+    at.atoms.unify(out[1], weight[2])
+    for own in ends:
+        at.atoms.unify(own[0], weight[0])
+
+
 def convolved(at: Unite, node: Node) -> None:
     """Convolution: its length changes by a constant; the kernel's extent is fixed."""
     at.bind(node)

@@ -365,7 +365,7 @@ OPS = (
     ),
     *(Op(f"aten.{name}", autocast="equal") for name in ("cross", "linalg_cross")),
     Op("aten.prelu", autocast="low"),
-    Op("aten._grouped_mm", autocast="low", lowered=2),
+    Op("aten._grouped_mm", autocast="low", lowered=2, extents=extents.of_groups),
     Op("autopar.affine", "x weight bias", flops=by_columns, derivative=affine),
     Op("autopar.bias_grad_", "into dy"),
     Op("autopar.linear_weight_grad_", "into dy x", flops=of_weight_grad),
