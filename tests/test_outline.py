@@ -270,6 +270,23 @@ def test_the_first_layer_of_a_later_stage_is_of_the_loop() -> None:
     assert "for i in range(4):" in text.partition("def forward")[2]
 
 
+def test_what_is_made_of_a_parameter_has_its_name_for_a_key() -> None:
+    pytest.importorskip("transformers")
+    program = gpt2(layers=6).compile("dp=2,tp=2", 2, zero=1)
+    for text in program.modules.values():
+        forward = text.partition("def forward")[2]
+        keys = set(re.findall(r'\bb\[f?"([^"]+)"\]', forward))
+        own = {
+            "c_attn.{i}",
+            "attn_c_proj.{i}",
+            "mlp_c_proj.{i}",
+            "ln_2_bias.{i}",
+            "ln_f",
+        }
+        assert own <= keys
+        assert all(re.fullmatch(r"\w+(\.(\d+|{i}))?", key) for key in keys), keys
+
+
 class ReadByAll(nn.Module):
     """Each layer reads what is made before the first, as decoders read an encoder."""
 

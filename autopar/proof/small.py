@@ -29,6 +29,7 @@ from autopar.passes.proof.shrink_plan import (
     shrink_plan,
     small_sizes,
 )
+from autopar.passes.shard.cut_weights import cut_weights
 from autopar.passes.shard.propagate import propagate
 from autopar.proof.chosen_layers import (
     all_layers,
@@ -175,4 +176,5 @@ def _stages(plan: Plan, few: ChosenLayers) -> dict[str, int]:
 
 def _find_splits(traced: Traced, plan: Plan) -> Mapping[int, frozenset[Any]]:
     lowered = lower_precision(traced, tables=bool(plan.parameter_axes))
-    return find_splits(propagate(name_dims(normalize(lowered)), plan))
+    sharded = propagate(name_dims(normalize(lowered)), plan)
+    return find_splits(cut_weights(sharded))  # pieces of weights are split, too

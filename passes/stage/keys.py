@@ -16,6 +16,8 @@ from ..graph import LAYER, Node
 from ..stage.local_stage import LocalStage
 from ..stage.loop import Loop, series
 
+PIECE = re.compile(r"\[[^\]]*\]")  # where a piece of a weight lies, in its name
+
 
 class Keys:
     """Keys in k, of what setup makes, and in b, of what prologue does."""
@@ -29,7 +31,8 @@ class Keys:
             "b": {v.name for v in stage.inputs},
         }
         self.stems: set[str] = set()
-        self.origins = _origins(nodes, [p.name for p in stage.params])
+        parameters = [p.name for p in stage.params]
+        self.names, self.origins = _names(parameters), _origins(nodes, parameters)
         # What is of a layer -> (what it is there, number of the layer).
         self.places = _places(nodes, self.origins)
         self.kinds: dict[Hashable, str] = {}
@@ -37,7 +40,7 @@ class Keys:
     def name(self, table: str, value: str) -> str:
         """The key of a value, which is given one if it has none."""
         if value not in self.of:
-            self.of[value] = unused(self.called(value), self.taken[table])
+            self.of[value] = self.unused(value, self.taken[table])
             self.taken[table].add(self.of[value])
         return self.of[value]
 
@@ -78,22 +81,43 @@ class Keys:
 
     def stem(self, value: str) -> str:
         """What keys begin with that differ in the number of a layer."""
-        stem = unused(self.called(value), self.stems)
+        stem = self.unused(value, self.stems)
         self.stems.add(stem)
         return stem
 
-    def called(self, value: str) -> str:
-        """q_proj, of what is made of `layers.+3.self_attn.q_proj.weight` alone."""
+    def unused(self, value: str, taken: set[str]) -> str:
+        """q_proj, of what is made of `layers.+3.attn.q_proj.weight` alone; attn_q_proj,
+        if others are called so."""
         origins = self.origins.get(value, frozenset())
-        if len(origins) != 1:
-            return _kind(value)
-        (origin,) = origins
-        match = LAYER.search(origin)
-        parts = (origin[match.end() :] if match else origin).strip(".").split(".")
-        if len(parts) > 1 and parts[-1] == "weight":
-            parts.pop()
-        alone = parts[-1].isidentifier() and parts[-1] != "bias"
-        return "_".join(parts[-1:] if alone else parts[-2:])
+        name = self.names[next(iter(origins))] if len(origins) == 1 else _kind(value)
+        return unused(name, taken)
+
+
+def _names(parameters: Iterable[str]) -> dict[str, str]:
+    """Parameter -> what it is called in its layer, and where if others are as well."""
+    paths = {name: _path(name) for name in parameters}
+    own = {path: _short(path, 1) for path in set(paths.values())}
+    count = Counter(own.values())
+    return {
+        name: own[path] if count[own[path]] == 1 else _short(path, 2)
+        for name, path in paths.items()
+    }
+
+
+def _path(parameter: str) -> tuple[str, ...]:
+    """Its modules within a layer, and the name that it has there unless `weight`; of
+    one in a list that list's."""
+    name = PIECE.sub("", parameter)
+    if match := LAYER.search(name):
+        name = name[match.end() :] or name[: match.start()]
+    parts = name.strip(".").split(".")
+    return tuple(parts[:-1] if len(parts) > 1 and parts[-1] == "weight" else parts)
+
+
+def _short(path: Sequence[str], count: int) -> str:
+    """The last parts, so many that are names of modules."""
+    alone = path[-1].isidentifier() and path[-1] != "bias"
+    return "_".join(path[-(count if alone else count + 1) :])
 
 
 def _origins(
