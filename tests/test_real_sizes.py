@@ -37,8 +37,18 @@ def test_a_model_is_proved_at_its_own_size(name: str, mesh: str, options: dict) 
 
 
 # Of transformers' causal models, at their default sizes: windows and rotations in turn,
-# chosen groups of experts, twice a gate that is as wide as the model, state spaces.
-KINDS = ["bamba", "cohere2", "exaone4", "glm4_moe", "minimax_m2", "nemotron_h", "olmo3"]
+# chosen groups of experts, gates as wide as the model, state spaces, heads that are
+# longer than they are many.
+KINDS = [
+    "bamba",
+    "cohere2",
+    "exaone4",
+    "glm4_moe",
+    "mimo_v2_flash",
+    "minimax_m2",
+    "nemotron_h",
+    "olmo3",
+]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 from math import prod
 from typing import Any
 
@@ -25,12 +25,13 @@ from autopar.passes.proof.extents import Extents, Product, find_extents
 from autopar.passes.proof.shrink import Shrinker
 from autopar.passes.proof.shrink_plan import (
     ChosenLayers,
+    find_longest,
     find_splits,
     shrink_plan,
     small_sizes,
 )
 from autopar.passes.shard.cut_weights import cut_weights
-from autopar.passes.shard.propagate import propagate
+from autopar.passes.shard.propagate import Sharded, propagate
 from autopar.proof.chosen_layers import (
     all_layers,
     find_chosen_layers,
@@ -95,10 +96,12 @@ def make_small(
     few, (captured, like) = with_few_layers(model, program, few, capture, whole)
     plan = program.plan
     large = {TIME: plan.microbatches, **dict(plan.mesh.axes)}
-    splits = _find_splits(
+    sharded = _propagated(
         captured, shrink_plan(plan, few, {**large, **_stages(plan, few)})
     )
-    axes, shrinker, small = _shrink(plan, few, splits, captured)
+    splits = find_splits(sharded)
+    longest = find_longest(sharded)
+    axes, shrinker, small = _shrink(plan, few, splits, longest, captured)
     extents, sizes = shrinker.extents, shrinker.sizes
     own = shrink_plan(plan, few, axes)
     made = compile_program(small, own, even=False)
@@ -120,6 +123,7 @@ def _shrink(
     plan: Plan,
     few: ChosenLayers,
     splits: Mapping[int, frozenset[Split]],
+    longest: frozenset[tuple[Product, Product]],
     captured: Traced,
 ) -> tuple[dict[str, int], Shrinker, Traced]:
     """(ranks of each axis, what made the graph small, the small one). Extents that an
@@ -127,7 +131,7 @@ def _shrink(
     NotShrunk."""
     extents, smallest = find_extents(captured), False
     while True:
-        axes, sizes = _choose(plan, few, splits, extents, smallest)
+        axes, sizes = _choose(plan, few, splits, longest, extents, smallest)
         shrinker = Shrinker(extents, sizes)
         try:
             small = shrinker.graph(captured)
@@ -152,17 +156,19 @@ def _choose(
     plan: Plan,
     few: ChosenLayers,
     splits: Mapping[int, frozenset[Split]],
+    longest: frozenset[tuple[Product, Product]],
     extents: Extents,
     smallest: bool,
 ) -> tuple[dict[str, int], dict[int, int]]:
     """(ranks of each axis, small extents): on the fewest ranks for which there are
-    some. Raises NotShrunk."""
+    some; with the longest dims still the longest, if there are. Raises NotShrunk."""
     products, problem = extents.products(splits), None
-    for axes in islice(small_sizes(plan, few, splits, extents.fixed), MESHES):
+    meshes = [*islice(small_sizes(plan, few, splits, extents.fixed), MESHES)]
+    for most, axes in product((extents.most | longest, extents.most), meshes):
         large = {axis: plan.size(axis) for axis in axes}
         known = extents.sizes, extents.sums, extents.fixed, splits, large, axes
         try:
-            return axes, choose_sizes(*known, products, extents.most, smallest)
+            return axes, choose_sizes(*known, products, most, smallest)
         except NotShrunk as error:
             problem = problem or error
     assert problem is not None, "there is a small mesh"
@@ -174,7 +180,7 @@ def _stages(plan: Plan, few: ChosenLayers) -> dict[str, int]:
     return {PIPELINE: len(few.stages) // plan.stages_per_rank} if few.path else {}
 
 
-def _find_splits(traced: Traced, plan: Plan) -> Mapping[int, frozenset[Any]]:
+def _propagated(traced: Traced, plan: Plan) -> Sharded:
+    """How all that ranks have is split, and the pieces of weights."""
     lowered = lower_precision(traced, tables=bool(plan.parameter_axes))
-    sharded = propagate(name_dims(normalize(lowered)), plan)
-    return find_splits(cut_weights(sharded))  # pieces of weights are split, too
+    return cut_weights(propagate(name_dims(normalize(lowered)), plan))

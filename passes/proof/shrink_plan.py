@@ -13,6 +13,7 @@ from typing import TypeVar
 from ..mesh import PIPELINE, TIME, Mesh
 from ..plan import Plan
 from ..proof.choose_sizes import Candidates, Split
+from ..proof.extents import Product
 from ..shard.propagate import Sharded
 from ..shard.ring import has_rings
 
@@ -202,6 +203,16 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
                     rest = [a for a in plan.parameter_axes if a not in axes]
                     own |= {(*axes, axis) for axis in rest}
     return {n: frozenset(s for s in splits if s) for n, splits in splits_of.items()}
+
+
+def find_longest(sharded: Sharded) -> frozenset[tuple[Product, Product]]:
+    """Pairs of extents of a parameter's dims, of which the second is the longest one:
+    which that is decides what `split_parameter` splits."""
+    named, pairs = sharded.named, set()
+    for v in named.graph.params if sharded.plan.parameter_axes else ():
+        sizes = [d.size for dim in named.dims[v.name] for d in dim]
+        pairs |= {((n,), (max(sizes),)) for n in sizes if n < max(sizes)}
+    return frozenset(pairs)
 
 
 def shrink_plan(plan: Plan, few: ChosenLayers, sizes: Mapping[str, int]) -> Plan:
