@@ -77,7 +77,7 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
     for terms, held in zip(found.memory, program.memory, strict=True):
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))
-        rough = 0.03 if zero > 1 else 0.01
+        rough = 0.05 if zero > 1 else 0.01  # of so small a model
         assert sum(terms.values()) == pytest.approx(held.total, rel=rough)
 
 

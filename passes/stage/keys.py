@@ -26,12 +26,13 @@ class Keys:
         nodes = (*stage.setup, *stage.prologue)
         self.made = {v.name for n in nodes for v in n.results}
         self.of: dict[str, str] = {}
+        parameters = [p.name for p in stage.params]
+        # Gradients of what has a key in b stand beside the parameters' own in g.
         self.taken: dict[str, set[str]] = {
             "k": set(),
-            "b": {v.name for v in stage.inputs},
+            "b": {v.name for v in (*stage.inputs, *stage.params)},
         }
-        self.stems: set[str] = set()
-        parameters = [p.name for p in stage.params]
+        self.stems = {name.rpartition(".")[0] for name in parameters}
         self.names, self.origins = _names(parameters), _origins(nodes, parameters)
         # What is of a layer -> (what it is there, number of the layer).
         self.places = _places(nodes, self.origins)
