@@ -62,7 +62,12 @@ CASES = [
     ("switch", "ep=2", 3, "bf16"),
     ("mixtral", "dp=2,ep=2", 3, "model"),
     ("mixtral", "ep=2,tp=2", 2, "model"),
-    ("switch", "ep=4", 2, "bf16"),
+    pytest.param(
+        *("switch", "ep=4", 2, "bf16"),
+        marks=pytest.mark.xfail(
+            strict=True, reason="on paper it is 3.03 % less than compiled"
+        ),
+    ),
 ]
 
 
@@ -77,7 +82,7 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
     for terms, held in zip(found.memory, program.memory, strict=True):
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))
-        rough = 0.05 if zero > 1 else 0.01  # of so small a model
+        rough = 0.03 if zero > 1 else 0.01
         assert sum(terms.values()) == pytest.approx(held.total, rel=rough)
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 # more than the ends: there it takes three.
 FEW, CHAIN = 2, 3
 TRIES = 1000  # small meshes that are looked at
-AS_FIXED = 4
+AS_FIXED = 4  # how many more ranks sizes that stay may take
 
 
 @dataclass(frozen=True)
