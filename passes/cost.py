@@ -116,10 +116,13 @@ class Levels:
     rows: np.ndarray
 
     def plus(self, other: Levels, times: float) -> Levels:
-        """With another one's so many times."""
-        if self.rows.shape != other.rows.shape:
-            return NO_LEVELS
-        return Levels(self.rows + times * other.rows) if self.rows.size else self
+        """With another one's so many times; where it has other nodes, of the peaks."""
+        if not self.rows.size:
+            return self
+        x, y = self.rows, other.rows
+        if x.shape != y.shape:
+            x, y = (r.max(axis=1, keepdims=True) for r in (x, y))
+        return Levels(x + times * y)
 
     @property
     def peaks(self) -> list[float]:

@@ -62,12 +62,12 @@ CASES = [
     ("switch", "ep=2", 3, "bf16"),
     ("mixtral", "dp=2,ep=2", 3, "model"),
     ("mixtral", "ep=2,tp=2", 2, "model"),
-    pytest.param(
-        *("switch", "ep=4", 2, "bf16"),
-        marks=pytest.mark.xfail(
-            strict=True, reason="on paper it is 3.03 % less than compiled"
-        ),
-    ),
+    ("switch", "ep=4", 2, "bf16"),
+    # Backwards of one sample have fewer nodes than those of two.
+    ("switch", "ep=4", 2, "model"),
+    ("switch", "dp=2,ep=2", 2, "bf16"),
+    # Experts' weights are read through views that the forward makes.
+    ("switch", "dp=2", 3, "model"),
 ]
 
 
@@ -82,8 +82,7 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
     for terms, held in zip(found.memory, program.memory, strict=True):
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))
-        rough = 0.03 if zero > 1 else 0.01
-        assert sum(terms.values()) == pytest.approx(held.total, rel=rough)
+        assert 0.999 < sum(terms.values()) / held.total < 1.015
 
 
 def test_ranks_with_other_experts_reduce_none_of_them() -> None:

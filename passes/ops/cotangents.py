@@ -17,6 +17,8 @@ from ..builder import Builder
 from ..graph import Location, Node, Value
 from ..ops.op import is_view
 
+ZEROS = "aten.zeros.default"
+
 
 @dataclass
 class _Collected:
@@ -104,9 +106,7 @@ class Cotangents:
         """Emits zeros like a value."""
         out = self.fresh(like)
         kwargs = {"dtype": out.dtype}
-        self.append(
-            Node("aten.zeros.default", (like.shape,), kwargs, (out,), node.location)
-        )
+        self.append(Node(ZEROS, (like.shape,), kwargs, (out,), node.location))
         return out
 
     def cast(self, dy: Value, like: Value, node: Node) -> Value:

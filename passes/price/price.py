@@ -9,6 +9,7 @@ from ..cost import Exchange, flops, join_exchanges, traffic
 from ..graph import Node, Value
 from ..ops.attention import passed_round, ring_of
 from ..ops.collectives import SPEAKS, UNDER_WAY
+from ..ops.cotangents import ZEROS
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
 from ..price.account import Account, Kernels, PartCost
@@ -20,8 +21,6 @@ from ..price.price_memory import Sharing, find_experts, with_held
 from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
-
-ZEROS = "aten.zeros.default"
 
 
 def price(

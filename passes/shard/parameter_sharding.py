@@ -147,14 +147,17 @@ def find_made(nodes: Iterable[Node], sources: Collection[str]) -> dict[str, Node
     return makers
 
 
-def find_gathered(nodes: Iterable[Node], sources: Collection[str]) -> dict[str, Node]:
+def find_gathered(
+    nodes: Iterable[Node], sources: Collection[str], whole: Collection[str] = ()
+) -> dict[str, Node]:
     """What is made of parameters alone, by an all-gather, what leads to it and what
     follows it: value name -> its node.
 
-    sources: names of parameters, buffers, and constants.
+    sources: names of parameters, buffers, and constants. whole: of those among them
+    that stand for what is gathered.
     """
     makers = find_made(nodes, sources)
-    needed: set[str] = set()
+    needed = set(whole)
     for name, node in makers.items():
         if node.op in GATHERS or any(v.name in needed for v in node.operands):
             needed.add(name)
@@ -165,14 +168,18 @@ def find_gathered(nodes: Iterable[Node], sources: Collection[str]) -> dict[str, 
 
 
 def gather_again(
-    forward: Sequence[Node], backward: Sequence[Node], sources: Collection[str]
+    forward: Sequence[Node],
+    backward: Sequence[Node],
+    sources: Collection[str],
+    whole: Collection[str] = (),
 ) -> list[Node]:
-    """The backward, with parameters gathered in it again, each before its first use.
+    """The backward, with parameters gathered in it again, each before its first use,
+    see `find_gathered`.
 
     So a gathered parameter lives from first to last use in the forward, and again in
     the backward, but not in between.
     """
-    gathered = find_gathered(forward, sources)
+    gathered = find_gathered(forward, sources, whole)
     made: set[str] = set()
     again: list[Node] = []
 

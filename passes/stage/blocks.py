@@ -20,8 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..capture.lower_precision import CAST
 from ..cost import Amounts
 from ..graph import Node, Value
+from ..ops.cotangents import ZEROS
+from ..ops.memory import may_alias
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
 from ..stage.overlap import READY
@@ -132,14 +135,35 @@ def beside_blocks(
 
 
 def _made(nodes: Sequence[Node], names: Collection[str]) -> list[int]:
-    """Bytes of values from where they are made to where they are ready."""
-    alive = _Alive(len(nodes))
-    at = {v.name: i for i, n in enumerate(nodes) for v in n.results if v.name in names}
+    """Bytes that gradients take until they are ready, beyond those that they would take
+    if they were added to others instead: at the end of the run in which they are made,
+    see `passes.stage.runs.gather_runs`, and in the precision in which they are made; or
+    as they are made, of products that begin with zeros."""
+    more = _Alive(len(nodes))
+    told = ((i + 1, n.operands) for i, n in enumerate(nodes) if n.op == READY)
+    ready = {v.name: i for i, own in told for v in own if v.name in names}
+    waiting: list[tuple[Value, int, int]] = []
+    layer = ""
+
+    def end(at: int) -> None:
+        for v, begin, kept in waiting:
+            more.add(begin, at, v.bytes - kept)
+            more.add(at, ready[v.name], v.bytes)
+        waiting.clear()
+
     for i, node in enumerate(nodes):
-        for v in node.operands if node.op == READY else ():
-            if v.name in at:
-                alive.add(at[v.name], i + 1, v.bytes)
-    return alive.levels()
+        if node.op.startswith("comm.") or node.location.layer != layer:
+            end(i)
+        layer = node.location.layer
+        for v in node.results:
+            if v.name not in ready:
+                continue
+            if node.op == CAST:
+                more.add(i, i + 1, v.bytes)
+                waiting.append((v, i + 1, node.operands[0].bytes))
+            else:
+                waiting.append((v, i, 0 if node.op == ZEROS else v.bytes))
+    return more.levels()
 
 
 def _ready(
@@ -164,7 +188,7 @@ def _only(nodes: Mapping[int, int], row: Sequence[int]) -> list[int | None]:
 
 
 def _uses(nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value]) -> list[_Use]:
-    """In the order of first uses. Views of parameters count as uses of them."""
+    """In the order of first uses. Views of parameters are uses of them."""
     if not moved:
         return []
     first: dict[str, int] = {}
@@ -172,11 +196,14 @@ def _uses(nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value]) -> list
     ends = list(range(len(nodes)))  # what a function is given stays until it returns
     for begin, end in runs:
         ends[begin:end] = [end - 1] * (end - begin)
+    owners = {name: name for name in moved}
     for i, node in enumerate(nodes):
-        for v in node.operands:
-            if v.name in moved:
-                first.setdefault(v.name, i)
-                last[v.name] = ends[i]
+        own = [owners.get(v.name) for v in node.operands]
+        for name in filter(None, own):
+            first.setdefault(name, i)
+            last[name] = ends[i]
+        if own and own[0] and may_alias(node):
+            owners.update((v.name, own[0]) for v in node.results)
     return [
         _Use(i, last[n], moved[n].bytes, moved[n].dtype, nodes[i].location.layer, n)
         for n, i in first.items()

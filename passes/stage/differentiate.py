@@ -80,6 +80,13 @@ class Joint:
         return Run(stage.forward, self.forward, self.backward, stage.dims, there)
 
     @property
+    def shared(self) -> Collection[str]:
+        """Names of what stands for what is gathered: of a joint that makes gradients,
+        whole parameters, and casts of them."""
+        params = self.sources["params"] if self.made else ()
+        return {v.name for v in params} | find_casts(self.prologue, params).keys()
+
+    @property
     def graph(self) -> Graph:
         """Returns all parts as one: here the backward reads all of the forward."""
         sources, grads = self.sources, tuple(self.grads.values())
@@ -195,7 +202,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     stage = joint.stage
     elsewhere = joint.run.there
     again = recompute(policies, joint.run, ends)
-    backward = gather_again(forward, again, standing)
+    backward = gather_again(forward, again, standing, joint.shared)
     weight_half: list[Node] = []
     residuals = _residuals(joint, backward, elsewhere)
     if joint.halves:
