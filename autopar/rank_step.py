@@ -33,7 +33,11 @@ from autopar.runtime.agreement.validate import (
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
-from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
+from autopar.runtime.parameters.gradient_norm import (
+    checked_norm,
+    clip_,
+    gradient_norms,
+)
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, all_beside
 from autopar.unlike_module import StepLoss
@@ -340,7 +344,7 @@ class RankStep(HeldState):
         Returns the norm before; each element of the model counts once, however many
         ranks hold it. Follows torch.nn.utils.clip_grad_norm_.
         """
-        grads = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        grads = self._gradients()
         flats = (
             [b.flat for b in self.executor.gradients.buckets]
             if self._host is None
@@ -348,6 +352,19 @@ class RankStep(HeldState):
         )
         with self._agree().on_clip(checked_norm(max_norm)):
             return clip_(self.program, self.comm, max_norm, grads, flats)
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """The 2-norm of each gradient, by the model's own names: of whole parameters,
+        the same on every rank. What has no gradient is left out.
+
+        All ranks must call it; one message adds up what they hold, in float64.
+        """
+        self._agree()("gradient_norms")
+        return gradient_norms(self.program, self.comm, self._gradients())
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The shards of gradients that this rank holds, by name."""
+        return {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
 
     def gather_for(self, optimizer: Kind) -> Kind:
         """Give an optimizer whole parameters in each update, as Muon needs; see

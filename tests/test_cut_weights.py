@@ -143,34 +143,46 @@ def check_training(program: Program, case: Case, tolerance: float = 1e-9) -> Non
     def body(comm: Comm) -> SimpleNamespace:
         step = step_on(comm, program, case.model)
         optimizer = torch.optim.AdamW(step.parameters(), lr=0.01)
-        loss, norm = step(**case.batch), step.clip_grad_norm_(CLIP)
+        loss, norms = step(**case.batch), step.gradient_norms()
+        norm = step.clip_grad_norm_(CLIP)
         optimizer.step()
-        return SimpleNamespace(loss=loss, norm=norm, state=step.state_dict())
+        state = step.state_dict()
+        return SimpleNamespace(loss=loss, norm=norm, norms=norms, state=state)
 
     ranks = run_virtual(program.mesh, program.plan.microbatches, body)
-    whole, loss, norm = trained(case)
+    whole, loss, norm, norms = trained(case)
     for found in ranks:
         assert found.loss.item() == pytest.approx(loss, rel=tolerance)
         assert found.norm.item() == pytest.approx(norm, rel=tolerance)
+        assert found.norms.keys() == norms.keys()
+        for name, each in found.norms.items():
+            torch.testing.assert_close(
+                each, norms[name], rtol=tolerance, atol=tolerance
+            )
         for name, want in whole.items():
             torch.testing.assert_close(
                 found.state[name], want, rtol=tolerance, atol=tolerance
             )
 
 
-def trained(case: Case) -> tuple[Mapping[str, Tensor], float, float]:
-    """The state dict after the same step on one device, the loss and the norm."""
+def trained(
+    case: Case,
+) -> tuple[Mapping[str, Tensor], float, float, Mapping[str, Tensor]]:
+    """The state dict after the same step on one device, the loss, the norm, and those
+    of each parameter's gradient."""
     model = case.model
     before = {k: v.clone() for k, v in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss = model(**case.batch)
     loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    norms = {n: grad.norm() for n, grad in grads.items() if grad is not None}
     norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     after = {k: v.clone() for k, v in model.state_dict().items()}
     model.load_state_dict(before)
     model.zero_grad()
-    return after, loss.item(), norm.item()
+    return after, loss.item(), norm.item(), norms
 
 
 @pytest.mark.matrix(quick=1)

@@ -29,6 +29,7 @@ OPERATIONS = {
     "step": ("steps", "step"),
     "evaluate": ("evaluates", "evaluate"),
     "clip_grad_norm_": ("clips gradients", "clip gradients"),
+    "gradient_norms": ("takes norms of gradients", "take norms of gradients"),
     "state_dict": ("takes a state dict", "take a state dict"),
     "load_state_dict": ("loads a state dict", "load a state dict"),
     "save": ("saves", "save"),

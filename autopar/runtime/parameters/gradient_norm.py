@@ -1,4 +1,4 @@
-"""The norm of all gradients, in which each element of the model counts once."""
+"""Norms of gradients, in which each element of the model counts once."""
 
 from __future__ import annotations
 
@@ -29,13 +29,48 @@ def gradient_norm(
     gradients: this rank's shards, by name, on any device.
     """
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
-    own = [grad for name, grad in gradients.items() if is_owner(program, comm, name)]
-    own = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in own]
-    if own:  # by a few kernels for all of them
-        norms = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64))
-        total += norms.square_().sum().to(total.device)
+    if own := _squares(program, comm, gradients):
+        total += torch.stack([*own.values()]).sum().to(total.device)
     comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
     return total.sqrt()
+
+
+def gradient_norms(
+    program: Program, comm: Comm, gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The 2-norm of each gradient, by the model's own name of the parameter: float64
+    scalars on `comm.device`, the same on all ranks, which must all call it. Parameters
+    without a gradient are left out.
+
+    gradients: this rank's shards, by name, on any device.
+    """
+    places = {source: i for i, source in enumerate(program.sources)}
+    own = _squares(program, comm, gradients)
+    # Of each its square, and how many shards have a gradient.
+    total = torch.zeros(len(places), 2, dtype=torch.float64, device=comm.device)
+    if own:
+        sources = [program.parameters[name].part.source for name in own]
+        rows = torch.tensor([places[source] for source in sources])
+        squares = torch.stack([*own.values()]).to(total.device)
+        counted = torch.stack([squares, torch.ones_like(squares)], 1)
+        total.index_add_(0, rows.to(total.device), counted)
+    comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
+    norms, shards = total[:, 0].sqrt(), total[:, 1].tolist()
+    return {name: norms[i] for name, i in places.items() if shards[i]}
+
+
+def _squares(
+    program: Program, comm: Comm, gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Sums of squares of those shards that this rank is the first to hold, float64."""
+    own = [name for name in gradients if is_owner(program, comm, name)]
+    # Plain tensors: of shards, users must not take norms.
+    grads = [gradients[name].as_subclass(Tensor) for name in own]
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    if not real:
+        return {}
+    norms = torch._foreach_norm(real, 2, dtype=torch.float64)  # by a few kernels
+    return dict(zip(own, torch._foreach_pow(norms, 2), strict=True))
 
 
 @torch.no_grad()
@@ -62,7 +97,6 @@ def clip_(
 
     flats: buffers of gradients, of which these are parts, but for some that users set.
     """
-    # Plain tensors: of shards, users must not take norms.
     grads = {name: g.as_subclass(Tensor) for name, g in gradients.items()}
     norm = gradient_norm(program, comm, grads)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -81,7 +81,8 @@ class ShardGradient(Tensor):
                 "gradients: other ranks hold other parts of them",
                 fix="clip by step.clip_grad_norm_(max_norm), which returns the norm of "
                 "all gradients, before; it changes nothing with float('inf'), and is "
-                "not finite where a gradient is not. Of the part: "
+                "not finite where a gradient is not. Of each parameter's gradient: "
+                "step.gradient_norms(); of the part: "
                 "p.grad.as_subclass(torch.Tensor).norm()",
             )
         with torch._C.DisableTorchFunctionSubclass():
