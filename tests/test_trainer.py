@@ -190,6 +190,41 @@ def test_optimizers_of_whole_parameters_have_them(mesh: str, tmp_path: Path) -> 
             assert row == pytest.approx(wanted, rel=2e-4), (row, wanted)
 
 
+def losses_of_gpt2(folder: str, mesh: str | None) -> tuple[list[float], list[str]]:
+    """Losses of which transformers' Trainer counts first labels too; and warnings."""
+    import logging
+
+    import transformers
+
+    from autopar.training.trainer import Trainer
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=64)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    data = [dict(input_ids=i, labels=i) for i in torch.randint(64, (8, 16))]
+    args = arguments(folder, 8, eval_strategy="no", max_steps=1)
+    model = transformers.GPT2LMHeadModel(config)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("autopar").addHandler(handler)
+    if mesh is None:
+        trainer: Any = transformers.Trainer(model, args, train_dataset=data)
+    else:
+        as_torchrun_starts_it()
+        parallel = {"mesh": mesh}
+        trainer = Trainer(model, args, train_dataset=data, parallel=parallel)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history[:1]], told
+
+
+def test_who_counts_labels_otherwise_is_told(tmp_path: Path) -> None:
+    [([theirs], _)] = run_ranks(losses_of_gpt2, 1, str(tmp_path), None)
+    [([ours], told)] = run_ranks(losses_of_gpt2, 1, str(tmp_path), "")
+    assert theirs == pytest.approx(ours * 15 / 16, rel=1e-4)
+    assert any("loss of GPT2LMHeadModel by all labels" in line for line in told)
+
+
 @pytest.mark.slow
 def test_what_would_change_nothing_is_refused(tmp_path: Path) -> None:
     from autopar.passes.errors import AutoparError

@@ -15,6 +15,7 @@ saving: `_load_from_checkpoint`, `_save_optimizer_and_scheduler` and
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +34,7 @@ from autopar.step import Step
 try:
     import transformers
     from accelerate.data_loader import prepare_data_loader
+    from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.utils.generic import can_return_loss, find_labels
 except ImportError as error:
     raise AutoparError(
@@ -40,6 +42,7 @@ except ImportError as error:
         fix="pip install 'autopar[trainer]'",
     ) from None
 
+LOG = logging.getLogger("autopar")
 STATE = "autopar"  # the folder of weights and optimizer in a Trainer's checkpoint
 # What a Trainer would do to the model or its gradients, and how it is said here.
 INSTEAD = {
@@ -67,6 +70,7 @@ class Compiled(nn.Module):
     def __init__(self, model: nn.Module, step: Step) -> None:
         super().__init__()
         self.config = getattr(model, "config", None)
+        self.loss_type = getattr(model, "loss_type", None)
         self.main_input_name = getattr(model, "main_input_name", "input_ids")
         # A list, as what a module holds by itself is a parameter or module of it.
         self.held = [step]
@@ -112,6 +116,7 @@ class Trainer(transformers.Trainer):
         self.step = autopar.compile(model, **{"device": device, **parallel})
         self._decayed = set(self.get_decay_parameter_names(model))
         super().__init__(Compiled(model, self.step), args, **keywords)
+        self._tell_of_the_count(model)
         if args.label_names is None:
             self.label_names = find_labels(type(model))
         self.can_return_loss = can_return_loss(type(model))
@@ -120,6 +125,21 @@ class Trainer(transformers.Trainer):
         self.accelerator.prepare_model = self.accelerator.gather = _as_it_is
         self.accelerator.clip_grad_norm_ = self._clip
         self._share_out(1, 0)
+
+    def _tell_of_the_count(self, model: nn.Module) -> None:
+        """Warn where `transformers.Trainer` would divide the model's loss by more
+        labels than it is a sum over, as it does of GPT-2."""
+        fields = inspect.signature(model.forward).parameters.values()
+        counts = any(field.kind is field.VAR_KEYWORD for field in fields)
+        shifts = getattr(model, "loss_function", None) is ForCausalLMLoss
+        knows = getattr(self, "_loss_shifts_labels", False)
+        if counts and shifts and not knows and self.args.process_index == 0:
+            LOG.warning(
+                "transformers' Trainer divides the loss of %s by all labels, those of "
+                "first tokens too, which nothing predicts: its losses and gradients of "
+                "rows of n labels are (n - 1) / n of these, which are means",
+                type(model).__name__,
+            )
 
     def _refuse(self, args: Any, keywords: Mapping[str, Any]) -> None:
         usual = transformers.TrainingArguments
