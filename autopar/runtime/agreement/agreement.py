@@ -40,8 +40,8 @@ FIRST, EVERY = 4, 32
 
 WHOLE_BATCH = (
     "pass the whole batch on every rank, each takes its own part of it: draw it from "
-    "one seed, without the rank in it and without a DistributedSampler. Or let each "
-    "load its own part: step(..., local=True), from DataLoader(data, "
+    "one seed, without the rank in it, a DistributedSampler or accelerator.prepare. Or "
+    "let each load its own part: step(..., local=True), from DataLoader(data, "
     "sampler=step.sampler(data), ...)"
 )
 
