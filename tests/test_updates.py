@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -319,12 +320,23 @@ def test_gradients_of_shards_are_tensors_but_for_their_norms() -> None:
         lambda: grad.quantile(0.5),
         lambda: torch.isnan(grad).any(),
         lambda: (~grad.isfinite()).count_nonzero(),
+        lambda: grad.square().sum(-1).sum(),
+        lambda: grad.pow(2).sum(dim=None),
+        lambda: torch.einsum("ij,ij->", grad, grad),
+        lambda: torch.nansum(grad * grad),
+        lambda: grad.view(-1) @ grad.view(-1),
+        lambda: torch.inner(grad.flatten(), grad.flatten()),
+        lambda: torch.cosine_similarity(grad.flatten(), x.flatten(), 0),
     ]
     for norm in norms:
         with pytest.raises(AutoparError, match=r"step\.clip_grad_norm_\(max_norm\)"):
             norm()
     assert torch.equal(grad, x) and torch.equal(grad.isnan(), x.isnan())
-    assert torch.equal(grad.sum(0), x.sum(0))
+    assert torch.equal(grad.sum(0), x.sum(0)) and float(grad[1, 2]) == float(x[1, 2])
+    saved = io.BytesIO()
+    torch.save([grad], saved)
+    saved.seek(0)
+    assert type(torch.load(saved, weights_only=True)[0]) is Tensor
     buffer = torch.zeros(4, 5).mul_(0.9).add_(grad)
     parameter = nn.Parameter(torch.zeros(4, 5))
     with torch.no_grad():

@@ -22,17 +22,10 @@ NORMS = frozenset(
         Tensor.dot,
     }
 )
-# What norms are written with by hand, and what asks for numbers that are none: of all
-# elements, unless a dim is given.
-SUMS = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in (
-        *("sum", "mean", "max", "amax", "min", "amin", "std", "var", "median"),
-        *("any", "all", "count_nonzero", "quantile", "prod"),
-    )
-)
-# What comes before it there, element by element, or puts several gradients together.
+# What picks an element out of them, and asks nothing of all.
+PICKS = frozenset({Tensor.__getitem__, torch.select, Tensor.select})
+# What norms are written with by hand: element by element, of rows, or of several
+# gradients that are put together.
 STEPS = frozenset(
     {
         *(
@@ -41,6 +34,7 @@ STEPS = frozenset(
             for name in (
                 *("abs", "pow", "square", "mul", "flatten", "ravel", "reshape"),
                 *("clone", "isnan", "isinf", "isfinite", "logical_not"),
+                *("sum", "mean", "amax", "amin", "any", "all"),
             )
         ),
         *(torch.cat, torch.stack, torch.concat, torch.hstack),
@@ -59,9 +53,9 @@ class ShardGradient(Tensor):
     """This rank's part of the gradients, which shares its memory with a plain tensor.
 
     Everything is computed as with that one, except norms, also those that are written
-    by hand, and questions of all elements, which are refused: the norm of a part is not
-    that of the whole, and ranks that clip by norms of their own, or skip a step because
-    of a NaN of their own, drift apart.
+    by hand, and what else makes one number of all elements, which is refused: the norm
+    of a part is not that of the whole, and ranks that clip by norms of their own, or
+    skip a step because of a NaN of their own, drift apart.
     """
 
     @classmethod
@@ -72,19 +66,24 @@ class ShardGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        keywords = kwargs or {}
-        few = 2 if func in (torch.quantile, Tensor.quantile) else 1
-        of_all = func in SUMS and len(args) <= few and "dim" not in keywords
-        if of_all or func in NORMS:
-            raise ShardError(
-                f"the {func.__name__} of what this rank holds is not that of the "
-                "gradients: other ranks hold other parts of them",
-                fix="clip by step.clip_grad_norm_(max_norm), which returns the norm of "
-                "all gradients, before; it changes nothing with float('inf'), and is "
-                "not finite where a gradient is not. Of each parameter's gradient: "
-                "step.gradient_norms(); of the part: "
-                "p.grad.as_subclass(torch.Tensor).norm()",
-            )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **keywords)
-            return result.as_subclass(cls) if func in STEPS else result
+            result = None if func in NORMS else func(*args, **(kwargs or {}))
+            is_number = isinstance(result, Tensor) and not result.ndim
+            parts = (x.ndim for x in args if isinstance(x, cls))
+            if func in NORMS or (is_number and func not in PICKS and any(parts)):
+                raise ShardError(
+                    f"the {func.__name__} of what this rank holds is not that of the "
+                    "gradients: other ranks hold other parts of them",
+                    fix="clip by step.clip_grad_norm_(max_norm), which returns the "
+                    "norm of all gradients, before; it changes nothing with "
+                    "float('inf'), and is not finite where a gradient is not. Of each "
+                    "parameter's gradient: step.gradient_norms(); of the part: "
+                    "p.grad.as_subclass(torch.Tensor).norm()",
+                )
+            if func in STEPS and isinstance(result, Tensor):
+                return result.as_subclass(cls)
+            return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor is saved."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
