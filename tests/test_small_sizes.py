@@ -9,6 +9,7 @@ import torch
 from cases import Case
 from torch import Tensor, nn
 
+from autopar.capture.shorten import find_facts, without_index
 from autopar.passes.capture.trace import trace
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
@@ -234,3 +235,59 @@ def test_layers_stay_alike_and_chosen_rows_are_there() -> None:
     shapes = {v.name: v.shape for v in small.sources}
     assert shapes["layers.0.weight"] == shapes["layers.1.weight"]
     assert shapes["experts.weight"][0] == shapes["router.weight"][0] < 8 * 24
+
+
+class Thirds(nn.Module):
+    """Each third element of a part of 32, as positions of several kinds take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Parameter(torch.randn(32))
+        self.out = nn.Linear(32, 300)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(x, self.angles)
+        mixed = angles.sin()
+        for first, end in ((1, 33), (2, 30)):
+            mixed[:, first:end:3] = angles.cos()[:, first:end:3]
+        return self.out(mixed).square().sum()
+
+
+def test_a_dim_of_which_some_are_left_out_stays_as_it_is() -> None:
+    traced = trace(Thirds(), {"x": torch.randn(400)})
+    extents = find_extents(traced)
+    assert extents.fixed >= {32, 11, 10}
+    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
+    small = Shrinker(extents, sizes).graph(traced).graph
+    shapes = {v.name: v.shape for v in small.sources}
+    assert shapes["angles"] == (32,) and shapes["out.weight"][0] < 300 > shapes["x"][0]
+
+
+def test_the_longest_is_looked_for_from_its_parts_on() -> None:
+    """Where an order cannot be kept, and a part of it stays larger than most."""
+    most = [((64,), (4096,))]
+    sizes = [32, 64, 4096]
+    splits = {4096: frozenset({("dp",)})}
+    few = choose_sizes(
+        sizes, (), frozenset({64}), splits, {"dp": 8}, {"dp": 2}, (), most, True
+    )
+    assert few[64] == 64 <= few[4096] < 100
+
+
+class Numbered(nn.Module):
+    """A layer in which every second has a part that knows its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.is_later = number > 0
+        if number % 2:
+            self.mixer = nn.Linear(4, 4)
+            self.mixer.number = number
+
+
+def test_a_number_that_only_some_layers_know_makes_no_difference() -> None:
+    layers = without_index([find_facts(Numbered(i)) for i in range(6)])
+    assert layers[1] == layers[3] == layers[5] and layers[2] == layers[4]
+    assert layers[0] != layers[2], "a flag of the first two is no number"
+    pair = without_index([find_facts(Numbered(i)) for i in (0, 1)])
+    assert ("", "is_later") in pair[1]

@@ -8,6 +8,7 @@ it learns from three.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType
 
@@ -82,10 +83,15 @@ def _is_plain(value: object) -> bool:
 
 
 def without_index(layers: list[Facts]) -> list[Facts]:
-    """An attribute that is each layer's own number makes no difference."""
+    """An attribute that is the layer's own number, in each that has it and in two at
+    least, makes no difference. A flag is no number, though `False == 0`."""
+    values: dict[tuple[str, str], list[tuple[int, object]]] = defaultdict(list)
+    for i, facts in enumerate(layers):
+        for key, value in facts.items():
+            values[key].append((i, value))
     index = {
         key
-        for key in layers[0]
-        if all(facts.get(key) == i for i, facts in enumerate(layers))
+        for key, own in values.items()
+        if len(own) > 1 and all(type(x) is int and x == i for i, x in own)
     }
     return [{k: v for k, v in facts.items() if k not in index} for facts in layers]

@@ -5,7 +5,7 @@ completed once, where something else needs it. By its declaration an op is linea
 
     jointly        f(x + x', y + y') = f(x, y) + f(x', y')
     in each        operand, while the others are held
-    in the first   operand, while the others are held
+    in the first   operand, or in the second, while the others are held
     cast           as a change of type, if that keeps numbers as they are; one number,
                    as a loss, may be rounded in each share
 """
@@ -50,6 +50,8 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
             return sum(pending) == 1
         case "in the first":
             return pending[0] and not any(pending[1:]) and not node.kwargs
+        case "in the second":
+            return pending == [False, True]
     return False
 
 

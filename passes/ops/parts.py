@@ -42,6 +42,12 @@ def comb_of(node: Node) -> int:
     return step if is_comb(x.shape[dim], start, end, step) else 1
 
 
+def steps_in(node: Node) -> bool:
+    """Whether some of the elements between start and end are left out, each n-th of a
+    part or with a rest: not those of `comb_of`."""
+    return int(node.arg("step") or 1) > 1 and comb_of(node) == 1
+
+
 def is_comb(extent: int, start: int, end: int, step: int) -> bool:
     """Whether a slice takes one of each `step` elements, to the end."""
     last = start + (extent // step - 1) * step

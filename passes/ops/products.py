@@ -43,6 +43,13 @@ def of_matrices(node: Node) -> str:
     return "... m k+, ... k+ n -> ... m n" if left > 1 else "k+, ... k+ n -> ... n"
 
 
+def solved(node: Node) -> str:
+    """a x = b, or x a = b: each column, or row, by itself."""
+    if node.arg("left"):
+        return "... n! m!, ... m! k -> ... n! k"
+    return "... m! n!, ... k m! -> ... k n!"
+
+
 def convolved(node: Node) -> str:
     """x [b, c, s], w [o, c / groups, k]: a filter of its own for each channel, or all
     channels in each filter."""
@@ -342,6 +349,16 @@ OPS = (
         is_product=True,
         flops=of_einsum,
         autocast="low",
+    ),
+    Op(
+        "aten.linalg_solve_triangular",
+        "self B upper left unitriangular",
+        solved,
+        (
+            "default(x(a, d, d), x(a, d, c), upper=False, unitriangular=True); "
+            "default(x(d, d), x(a, c, d), upper=True, left=False, unitriangular=True)"
+        ),
+        linear="in the second",
     ),
     Op(
         "aten.conv1d",

@@ -184,14 +184,17 @@ class _Solver:
 
     def _candidates(self, size: int, known: Mapping[int, int]) -> list[int]:
         allowed, below = self.allowed[size], [n for n in known if n < size]
-        least = 2
+        parts = [part for part, whole in self.most if whole == (size,)]
+        known_parts = [part for part in parts if all(n in known for n in part)]
+        floor = max([2, *(prod(known[n] for n in part) for part in known_parts)])
+        least = floor
         if below:
             nearest = max(below, key=lambda n: (known[n], n))
             gap = size - nearest
-            least = known[nearest] + (gap if gap <= MARGIN else 1)
+            least = max(floor, known[nearest] + (gap if gap <= MARGIN else 1))
         candidates = list(allowed.above(least)) if self.order != Order.NONE else []
         if self.order != Order.KEPT:
-            rest, others = {*allowed.above(2)} - {*candidates}, {*known.values()}
+            rest, others = {*allowed.above(floor)} - {*candidates}, {*known.values()}
             candidates += sorted(rest, key=lambda n: (n in others, n))
         return candidates
 

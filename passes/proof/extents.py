@@ -22,7 +22,7 @@ from ..dims.name_dims import bind
 from ..dims.probe import probe_equation
 from ..graph import LAYER, Graph, Node, Value
 from ..ops.op import is_view, op_of
-from ..ops.parts import comb_of, part_of
+from ..ops.parts import comb_of, part_of, steps_in
 from ..ops.reductions import dims_of, topmost
 from ..ops.rules import equation, is_pointwise
 
@@ -187,7 +187,7 @@ class _Search:
     # --- where ops cut a dim up ------------------------------------------------------
 
     def _find_cuts(self, node: Node) -> None:
-        if (part := part_of(node)) is None or comb_of(node) > 1:
+        if (part := part_of(node)) is None or comb_of(node) > 1 or steps_in(node):
             return
         x, dim, start, end = part
         self.cuts[x.name, dim] |= {start, end}
@@ -275,11 +275,14 @@ class _Search:
         if (teeth := comb_of(node)) > 1:
             self.sum(here[dim], [(there[dim], small.shape[dim])] * teeth)
             places = dims
+        elif steps_in(node):
+            self.fixed += [*here[dim], *there[dim]]
+            places = dims
         elif len(small.shape) == len(x.shape):
-            inside, step = self._segment(x, dim, start, end), node.arg("step") or 1
-            if len(inside) == 1 and step == 1:
+            inside = self._segment(x, dim, start, end)
+            if len(inside) == 1:
                 self.atoms.unify(inside[0], there[dim])
-            elif step == 1 and small.shape[dim] > 1:
+            elif small.shape[dim] > 1:
                 self.sums.append((there[dim], inside, 0))
             places = dims
         else:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from ..proof.read_text import end_of
@@ -25,6 +26,14 @@ OF_TWO: dict[type, Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+COMPARED: dict[type, Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.GtE: operator.ge,
+    ast.In: lambda one, several: one in several,
 }
 # A key of what layers hand on: a name, and which one it is.
 NUMBERED = re.compile(r"^(\w+)\.(\d+)$")
@@ -116,6 +125,8 @@ def _declared(head: str) -> Iterator[str]:
             continue
         layers, rows = value.generators
         for i in _value(layers.iter, {}):
+            if not all(_value(one, {"i": i}) for one in layers.ifs):
+                continue
             for name in rows.iter.func.value.keys:
                 yield _value(value.key, {"i": i, "name": name.value})
 
@@ -150,7 +161,7 @@ def _expression(text: str) -> ast.expr:
 
 def _value(node: Any, names: Mapping[str, Any]) -> Any:
     """Evaluates what loops, their conditions and keys are written in
-    (`write_loop.Index`)."""
+    (`write_loop.Index`, `layer_numbers`)."""
     match node:
         case ast.Constant():
             return node.value
@@ -160,8 +171,14 @@ def _value(node: Any, names: Mapping[str, Any]) -> Any:
             return _value(node.value, names)
         case ast.JoinedStr():
             return "".join(str(_value(part, names)) for part in node.values)
-        case ast.Set():
-            return {_value(one, names) for one in node.elts}
+        case ast.Set() | ast.Tuple():
+            values = (
+                _value(one.value, names)
+                if isinstance(one, ast.Starred)
+                else (_value(one, names),)
+                for one in node.elts
+            )
+            return [*chain.from_iterable(values)]
         case ast.UnaryOp(op=ast.USub()):
             return -_value(node.operand, names)
         case ast.BinOp():
@@ -169,8 +186,7 @@ def _value(node: Any, names: Mapping[str, Any]) -> Any:
                 _value(node.left, names), _value(node.right, names)
             )
         case ast.Compare(ops=[how], comparators=[other]):
-            one, of = _value(node.left, names), _value(other, names)
-            return one in of if isinstance(how, ast.In) else one == of
+            return COMPARED[type(how)](_value(node.left, names), _value(other, names))
         case ast.Call(func=ast.Name(id="range")):
             return range(*(_value(one, names) for one in node.args))
         case ast.Call(func=ast.Name(id="reversed")):

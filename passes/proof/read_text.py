@@ -30,14 +30,14 @@ LAYER = re.compile(
     r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)|\[(?P<whole>(?::,)*)(?P<start>\d+):(?P<end>\d+)\]"
 )
 # Numbers of these are layers', where they are of a loop over layers; but for what is
-# added to the loop's variable, and a step.
+# added to the loop's variable, a step, and how layers take turns.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
-COUNTED_AFTER = re.compile(r" for i in range\((?:-?\d+, )?$")
+COUNTED_AFTER = re.compile(r" for i in (?:range\((?:-?\d+, )?|\([^{}]*)$")
 # Draws and choices are numbered through all layers.
 MASK = re.compile(
     r"c\.(?:dropout_counters\(|draw\([^,]*, |choose\(.*, \d+, )((?:\d+ \* )?i \+ )?$"
 )
-APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
+APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, |\bif i % .*)$")
 ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
 NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
@@ -214,7 +214,7 @@ class _Reader:
             elif match["number"] is not None:
                 whole = match.start() >= parts_from and match.start() not in views
                 own, before = counts, code[: match.start()]
-                if counted is not None and APART.search(before):
+                if (counted or " for i in " in before) and APART.search(before):
                     own = Counts.OTHERS
                 elif COUNTED_AFTER.search(before):
                     own = Counts.SOME

@@ -19,7 +19,7 @@ from ..capture.recognize_experts import PRODUCTS
 from ..capture.traced import Traced
 from ..graph import Graph, Node, Value, map_values, resolve
 from ..ops.op import op_of
-from ..ops.parts import comb_of, part_of
+from ..ops.parts import comb_of, part_of, steps_in
 from ..proof.choose_sizes import NotShrunk
 from ..proof.extents import MARGIN, Extents
 
@@ -97,7 +97,8 @@ class Shrinker:
             node.location,
         )
         if part_of(node) is not None:
-            return new if comb_of(node) > 1 else self._cut(node, new)
+            whole = comb_of(node) > 1 or steps_in(node)
+            return new if whole else self._cut(node, new)
         op = op_of(node)
         if op.shrunk is not None:
             return op.shrunk(self, node, new)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..graph import LAYER, Node, Value
 from ..stage.hand_over import Rows
+from ..stage.layer_numbers import in_turn, range_text
 from ..stage.links import find_links
 from ..stage.loop import Carried, Loop, Scanned, Varying, numbered, series
 from ..stage.spell import constant
@@ -31,14 +32,7 @@ class Index:
     @property
     def range(self) -> str:
         """The iterations, as an expression."""
-        last = self.keys[-1]
-        low, high = min(self.first, last), max(self.first, last) + 1
-        text = f"range({low}, {high})" if low else f"range({high})"
-        if self.step == -1:
-            return f"reversed({text})"
-        if self.step == 1:
-            return text
-        return f"range({self.first}, {last + self.step}, {self.step})"
+        return range_text(self.first, self.keys[-1], self.step)
 
     def of(self, first: int, step: int) -> str:
         """first + step * iteration."""
@@ -118,6 +112,8 @@ class Index:
             if own[-1] == max(self.keys):
                 return f"i >= {own[0]}"
             return f"i in range({own[0]}, {own[-1] + 1})"
+        if turns := in_turn(own, sorted(self.keys)):
+            return turns
         return f"i in {set(own)}"
 
 

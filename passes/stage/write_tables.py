@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from ..graph import LAYER, Node, Value
 from ..mesh import TIME
+from ..stage.layer_numbers import loop_text
 from ..stage.local_stage import LocalStage
 
 
@@ -62,19 +63,20 @@ def _splits_rows(node: Node) -> bool:
 
 
 def _entries(values: Sequence[Value]) -> str:
-    """A table of shapes by name: layers that are alike by one comprehension."""
+    """A table of shapes by name: layers that are alike by one comprehension, which
+    stands where the first of them does."""
     lines: list[str] = []
-    for (prefix, numbers), own in _alike(values):
-        rows = [f'"{name}": ({v.shape}, {v.dtype}),' for name, v in own]
+    for (prefix, rows), numbers in _alike(values).items():
         if len(numbers) < 2:
-            lines += ["    " + row for row in rows]
+            start = "".join(f"{prefix}.+{n}." for n in numbers)
+            lines += [f'    "{start}{name}": {row},' for name, row in rows]
             continue
         lines += [
             "    **{",
             f'        f"{prefix}.+{{i}}.{{name}}": row',
-            f"        for i in {_range(numbers[0], numbers[-1])}",
+            f"        for {loop_text(numbers)}",
             "        for name, row in {",
-            *("            " + row for row in rows),
+            *(f'            "{name}": {row},' for name, row in rows),
             "        }.items()",
             "    },",
         ]
@@ -83,7 +85,7 @@ def _entries(values: Sequence[Value]) -> str:
 
 def _families(values: Mapping[str, Value]) -> str:
     """A table of shapes by key: those that differ in the number of a layer by one
-    comprehension, unless some between them are frozen."""
+    comprehension."""
     series: dict[tuple[str, str], list[int]] = {}
     lines = []
     for key, v in values.items():
@@ -94,56 +96,22 @@ def _families(values: Mapping[str, Value]) -> str:
         else:
             lines.append(f'    "{key}": {row},')
     for (stem, row), numbers in series.items():
-        lines += [
-            f'    **{{f"{stem}.{{i}}": {row} for i in {_range(*run)}}},'
-            for run in _even(sorted(numbers))
-        ]
+        lines.append(f'    **{{f"{stem}.{{i}}": {row} for {loop_text(numbers)}}},')
     return "\n".join(["{", *lines, "}"]) if lines else "{}"
-
-
-def _even(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, last, step) of what stands at even distances in ascending numbers."""
-    at = 0
-    while at < len(numbers):
-        steps = [after - n for n, after in pairwise(numbers[at : at + 3])]
-        step = steps[0] if steps and steps[0] <= steps[-1] else 1
-        first = last = numbers[at]
-        while at < len(numbers) and numbers[at] == last:
-            at, last = at + 1, last + step
-        yield first, last - step, step
-
-
-def _range(first: int, last: int, step: int = 1) -> str:
-    """The numbers from the first up to the last, as an expression."""
-    if step != 1 and first != last:
-        return f"range({first}, {last + 1}, {step})"
-    return f"range({first}, {last + 1})" if first else f"range({last + 1})"
 
 
 def _alike(
     values: Sequence[Value],
-) -> list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]]:
-    """((path of layers, their numbers), rows) of neighbours that have equal rows, named
-    within the layer; what is in no such layer is by itself."""
-    groups: list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]] = []
-    layers = groupby(values, key=lambda v: _layer(v.name))
-    for (path, number), group in layers:
-        own = list(group)
-        if number is None:
-            groups.append((("", []), [(v.name, v) for v in own]))
-            continue
-        start = len(f"{path}.+{number}.")
-        rows = [(v.name[start:], v) for v in own]
-        if groups and groups[-1][0][0] == path and groups[-1][0][1][-1] == number - 1:
-            before = [(name, v.shape, v.dtype) for name, v in groups[-1][1]]
-            if before == [(name, v.shape, v.dtype) for name, v in rows]:
-                groups[-1][0][1].append(number)
-                continue
-        groups.append(((path, [number]), rows))
-    return [
-        (key, rows if len(key[1]) != 1 else [(v.name, v) for _, v in rows])
-        for key, rows in groups
-    ]
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], list[int]]:
+    """(path of layers, rows) -> the numbers of the layers that have these rows, of name
+    in the layer and shape. What is in no such layer has no number."""
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[int]] = {}
+    for (path, number), own in groupby(values, key=lambda v: _layer(v.name)):
+        start = 0 if number is None else len(f"{path}.+{number}.")
+        rows = ((v.name[start:], f"({v.shape}, {v.dtype})") for v in own)
+        numbers = groups.setdefault((path, tuple(rows)), [])
+        numbers += [] if number is None else [number]
+    return groups
 
 
 def _layer(name: str) -> tuple[str, int | None]:

@@ -1,0 +1,59 @@
+"""layer_numbers: the numbers of some layers, as an emitted module says them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+VARIABLE = "i"
+
+
+def range_text(first: int, last: int, step: int = 1) -> str:
+    """The numbers from the first to the last, both included, as an expression."""
+    if step == -1:
+        return f"reversed({range_text(last, first)})"
+    if step != 1 and first != last:
+        return f"range({first}, {last + (1 if step > 0 else -1)}, {step})"
+    return f"range({first}, {last + 1})" if first else f"range({last + 1})"
+
+
+def loop_text(numbers: Collection[int]) -> str:
+    """What follows `for` in a comprehension over some numbers, which is as long however
+    many layers take turns: `i in range(32) if i % 4 != 3`."""
+    own = sorted(numbers)
+    first, last = own[0], own[-1]
+    runs = _even(own)
+    if len(runs) == 1:
+        return f"{VARIABLE} in {range_text(*runs[0])}"
+    if turns := in_turn(own, range(first, last + 1)):
+        return f"{VARIABLE} in {range_text(first, last)} if {turns}"
+    texts = [str(a) if a == b else f"*{range_text(a, b, s)}" for a, b, s in runs]
+    return f"{VARIABLE} in ({', '.join(texts)})"
+
+
+def in_turn(numbers: Collection[int], among: Sequence[int]) -> str:
+    """The condition that one of neighbouring numbers is among these, if they take turns
+    with the others, twice at least; "" if they do not."""
+    for n in range(2, len(among) // 2 + 1):
+        turns = {x % n for x in among[:n] if x in numbers}
+        if all((x in numbers) == (x % n in turns) for x in among):
+            rest = {*range(n)} - turns
+            if len(turns) == 1:
+                return f"{VARIABLE} % {n} == {turns.pop()}"
+            if len(rest) == 1:
+                return f"{VARIABLE} % {n} != {rest.pop()}"
+            return f"{VARIABLE} % {n} in {tuple(sorted(turns))}"
+    return ""
+
+
+def _even(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first, last, step) of what stands at even distances in ascending numbers."""
+    at, runs = 0, []
+    while at < len(numbers):
+        steps = [after - n for n, after in pairwise(numbers[at : at + 3])]
+        step = steps[0] if steps and steps[0] <= steps[-1] else 1
+        first = last = numbers[at]
+        while at < len(numbers) and numbers[at] == last:
+            at, last = at + 1, last + step
+        runs.append((first, last - step, step))
+    return runs

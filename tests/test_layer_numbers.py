@@ -1,0 +1,100 @@
+"""Numbers of layers in emitted text are these, however they are said."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar.passes.proof.layer_uses import find_uses
+from autopar.passes.stage.layer_numbers import in_turn, loop_text, range_text
+
+
+def of_text(text: str) -> list[int]:
+    return list(eval(f"[i for {text}]"))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_numbers_are_said(seed: int) -> None:
+    draw = random.Random(seed)
+    turns = sorted(draw.sample(range(6), draw.randint(1, 5)))
+    last = draw.randint(1, 30)
+    numbers = [n for n in range(draw.randint(0, 3), last + 4) if n % 6 in turns]
+    if draw.random() < 0.3:
+        numbers = sorted({*numbers, *draw.sample(range(40), 3)})
+    numbers = numbers or [last]
+    text = loop_text(numbers)
+    assert of_text(text) == numbers
+    # The proof reads from the text which layers have a parameter.
+    head = f"""
+PARAMETERS = {{
+    **{{
+        f"layers.+{{i}}.{{name}}": row
+        for {text}
+        for name, row in {{
+            "weight": ((2, 3), torch.float32),
+        }}.items()
+    }},
+}}
+"""
+    assert find_uses(head, "layers").layers["weight"] == numbers
+
+
+def test_layers_that_take_turns_are_said_as_shortly_however_many_there_are() -> None:
+    texts = [
+        loop_text([i for i in range(count) if i % 4 != 3]) for count in (12, 18, 96)
+    ]
+    assert texts == [f"i in range({last}) if i % 4 != 3" for last in (11, 18, 95)]
+    assert loop_text([0, 1, 2, 7, 9, 11]) == "i in (*range(3), *range(7, 12, 2))"
+    assert loop_text(range(3, 16, 4)) == "i in range(3, 16, 4)"
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "step", "text"),
+    [
+        (0, 3, 1, "range(4)"),
+        (3, 1, -1, "reversed(range(1, 4))"),
+        (9, 1, -4, "range(9, 0, -4)"),
+        (2, 2, 4, "range(2, 3)"),
+    ],
+)
+def test_a_range_is_up_to_its_last(first: int, last: int, step: int, text: str) -> None:
+    assert range_text(first, last, step) == text
+    assert [*eval(text)] == [*range(first, last + step // abs(step), step)]
+
+
+def test_turns_are_told_by_the_number() -> None:
+    assert in_turn([1, 3, 5], range(1, 7)) == "i % 2 == 1"
+    assert in_turn([0, 4], range(0, 8)) == "i % 4 == 0"
+    assert in_turn([0, 1, 5], range(0, 8)) == ""
+
+
+def test_conditions_on_numbers_are_read() -> None:
+    text = """
+PARAMETERS = {
+    **{
+        f"layers.+{i}.{name}": row
+        for i in range(4)
+        for name, row in {
+            "weight": ((2, 3), torch.float32),
+        }.items()
+    },
+}
+
+def forward(c, p, g, k, b):
+    for i in range(4):
+        if i >= 2:
+            x = p[f"layers.+{i}.weight"]
+        if i < 1:
+            y = b[f"row.{i}"]
+        if i % 2 == 1:
+            y = b[f"other.{i}"]
+        if i in {0, 3}:
+            y = b[f"ends.{i}"]
+"""
+    assert find_uses(text, "layers").functions["forward"] == {
+        ("p", "weight"): [2, 3],
+        ("b", "row"): [0],
+        ("b", "other"): [1, 3],
+        ("b", "ends"): [0, 3],
+    }
