@@ -139,10 +139,10 @@ class OtherShapes:
         if (made := self._executors.get(key)) is not None:
             return made
         if known == MOST:
-            seen = "; ".join(_text(dict(key)) for key, *_ in self._executors)
             raise BatchError(
                 f"a batch with {_text(shapes)}, after {MOST} other shapes",
-                fix=f"pad batches to a shape that was compiled: {seen}",
+                fix="make rows of one length, as by packing; or compile with the "
+                "largest batch, step.build(**largest): others are padded to it then",
             )
         if like.comm.rank == 0:
             LOG.info("compiling for %s, the %dth program", _text(shapes), known + 1)
