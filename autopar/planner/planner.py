@@ -153,7 +153,8 @@ def _make_cuts(
             priced, microbatches = of.with_batch(of.batch // microbatches), 1
         plan = make_plan(mesh, **how, microbatches=microbatches)
         named = priced.shared if shares else priced.named
-        return cut_layers(named, plan, of.starts, shares or named is priced.shared)
+        shares = shares or named is priced.shared
+        return cut_layers(named, plan, of.starts, shares, of.runs > len(of.starts))
 
     return cut
 

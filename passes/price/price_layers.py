@@ -28,7 +28,7 @@ from ..shard.insert_collectives import insert_collectives
 from ..shard.propagate import propagate
 from ..shard.sort_rows import sort_rows
 from ..stage.chain import Chain
-from ..stage.differentiate import Joint, finish, join
+from ..stage.differentiate import Joint, finish, join, join_both
 from ..stage.split_stages import Stage, cut_stage
 
 POSITIONS = ("first", "middle", "last", "more")
@@ -165,13 +165,16 @@ class Cut:
 
     stages: the whole model; each run by itself, if there are two; and of three the
     last two together. counts: names of what ranks of dp, which the mesh is without,
-    add up as well. shares: whether they may hold shares of parameters.
+    add up as well. shares: whether they may hold shares of parameters. deeper: whether
+    prices are of models with more runs than three: what these have alive at once is
+    found of each run, see `passes.price.account.in_a_row`.
     """
 
     plan: Plan
     stages: tuple[Stage, ...]
     counts: frozenset[str]
     shares: bool = True
+    deeper: bool = False
 
     @property
     def whole(self) -> Stage:
@@ -191,10 +194,9 @@ class Cut:
         plan, sizes = self.plan, self.plan.sizes
         how = sizes, dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
         return tuple(
-            Joints(
-                join(stage, *how),
-                join(stage, *how, makes=True) if self.shares else None,
-            )
+            Joints(*join_both(stage, *how))
+            if self.shares
+            else Joints(join(stage, *how), None)
             for stage in self.stages
         )
 
@@ -208,12 +210,17 @@ class Joints(NamedTuple):
 
 
 def cut_layers(
-    named: Named, plan: Plan, starts: tuple[str, ...], shares: bool = True
+    named: Named,
+    plan: Plan,
+    starts: tuple[str, ...],
+    shares: bool = True,
+    deeper: bool = False,
 ) -> Cut:
     """Cut a model whose runs of layers begin at the module paths `starts`: three of
     them, or two or one of a model that has no more.
 
-    plan: its mesh and microbatches; its stages do not matter. shares: see `Cut`.
+    plan: its mesh and microbatches; its stages do not matter. shares, deeper: see
+    `Cut`.
     """
     sharded = propagate(named, plan)
     lowered = sort_rows(insert_collectives(cut_weights(sharded)))
@@ -228,16 +235,18 @@ def cut_layers(
     if len(cuts) > 1:
         pieces.append((1, ends[1], ends[-1]))
     stages = tuple(cut_stage(chain, *piece) for piece in pieces)
-    return Cut(plan, stages, frozenset(sharded.counts), shares)
+    return Cut(plan, stages, frozenset(sharded.counts), shares, deeper)
 
 
 def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
     """Prices with some of the forward made again; halves: of the backward, apart."""
     plan = replace(cut.plan, recompute=recompute)
     device = device.running(plan.tf32, plan.backend)
+    backwards = cut.split_backwards if halves else cut.whole_backwards
+    several = {0, len(backwards) - 1} if cut.deeper else set()
     whole, *row = [
-        _price(joints, plan, cut.counts, device)
-        for joints in (cut.split_backwards if halves else cut.whole_backwards)
+        _price(joints, plan, cut.counts, device, i not in several)
+        for i, joints in enumerate(backwards)
     ]
     if not row:
         return LayerPrices(1, whole)
@@ -249,12 +258,13 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
 
 
 def _price(
-    joints: Joints, plan: Plan, counts: Collection[str], device: Device
+    joints: Joints, plan: Plan, counts: Collection[str], device: Device, peaks: bool
 ) -> Account:
+    """peaks: whether what is alive at once counts."""
     policies = joints.usual.stage.policies(plan)
     local, sharing = finish(joints.usual, policies), None
     if joints.makes:
-        sharing = Sharing(finish(joints.makes, policies), joints.makes.made)
+        sharing = Sharing(finish(joints.makes, policies), joints.makes.made, peaks)
     made = [n for n in local.prologue if any(v.name in counts for v in n.results)]
     added = join_exchanges(_added_up(node, local.prologue) for node in made)
     return price(local, device, sharing).changed(counts=added)

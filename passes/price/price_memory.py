@@ -27,10 +27,12 @@ from ..stage.storages import Storages, storages
 
 class Sharing(NamedTuple):
     """What tells how ranks would run a stage that held shares of its parameters: the
-    stage whose backward makes gradients; parameter -> its gradient there."""
+    stage whose backward makes gradients; parameter -> its gradient there. peaks:
+    whether it is told what would be alive at once."""
 
     local: LocalStage
     made: Mapping[str, Value]
+    peaks: bool = True
 
 
 def with_held(
@@ -49,13 +51,15 @@ def with_held(
         part.changed(alive=Alive(of.peak), alone=Alive(of.peak))
         for part, of in zip(account.microbatch.values(), usual, strict=True)
     ]
-    if sharing:
+    if sharing and sharing.peaks:
         besides = beside_blocks(sharing.local, experts, sharing.made)
         made = storages(sharing.local)
         parts = [
             PartLevels(**vars(part), levels=_levels(*pair, besides, bool(experts)))
             for part, pair in zip(parts, zip(usual, made, strict=True), strict=True)
         ]
+    elif sharing:
+        parts = [PartLevels(**vars(part)) for part in parts]
     casts = find_casts(local.prologue, local.params)
     read = _read(local, casts)
     of_casts: Counter[str] = Counter()  # by the parameter that is cast
@@ -112,7 +116,7 @@ def _with_messages(
     account: Account, sharing: Sharing, experts: Collection[str]
 ) -> Account:
     """With messages of parameters and gradients, by block, see `passes.price.share`."""
-    local, made = sharing
+    local, made, _ = sharing
     halves = [
         part.changed(
             gathered=block_messages(local, nodes, experts),

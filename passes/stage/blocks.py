@@ -1,13 +1,13 @@
 """What ZeRO has alive by block while a part runs, beside what the part itself has.
 
 Counted on the nodes of a rank that holds parameters whole and makes gradients, see
-`passes.stage.differentiate.join`: where these are used says when `passes.stage.overlap`
-would gather and scatter them. A block is what neighbours of one layer use. Its weights
-arrive in rows while the block before computes, are whole from the block's first use on,
-each until its own last one. Its gradients stay until the last is made, and are then on
-their way, with the others' addends, until those of the next block are. What lies
-beyond the stage, unless the model ends there,
-counts as a block like the one next to it, since stages are priced in pieces.
+`passes.stage.differentiate.join_both`: where these are used says when
+`passes.stage.overlap` would gather and scatter them. A block is what neighbours of one
+layer use. Its weights arrive in rows while the block before computes, are whole from
+the block's first use on, each until its own last one. Its gradients stay until the last
+is made, and are then on their way, with the others' addends, until those of the next
+block are. What lies beyond the stage, unless the model ends there, counts as a block
+like the one next to it, since stages are priced in pieces.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Joint:
     there between steps, or for a whole one. halves: whether the backward is to be
     split; input_half: names of the cotangents that its input half is for. taken: all
     names of values. made: parameter -> its gradient, of a joint that makes these
-    instead of adding to `grads`, see `join`.
+    instead of adding to `grads`, see `join_both`.
     """
 
     stage: Stage
@@ -138,57 +138,98 @@ def join(
     zero: int = 0,
     halves: bool = False,
     scaled: bool = False,
-    makes: bool = False,
 ) -> Joint:
-    """Localize a stage and write its backward, see `differentiate`.
+    """Localize a stage and write its backward, see `differentiate`."""
+    draft = Draft(stage, sizes, coords, zero)
+    return draft.join(draft.writer(False), halves, scaled)
 
-    makes: a microbatch's gradients of parameters are values of the backward, as where
-    they are to be scattered, and nothing is added to.
-    """
-    local = Localizer(stage.dims, stage.shardings, sizes, coords)
-    parts, sources, loss = _localized(stage, local)
-    forward = fuse_bias(materialize_masks(parts["forward"]))
-    builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
-    casts = find_casts(forward, sources["params"])
-    standing = _standing(parts["setup"], sources) | casts.keys()
-    whole = _boundary(forward, standing) if zero == 1 else ()
-    trained = () if makes else (*sources["params"], *whole)
-    dtypes = gradient_dtypes(forward, sources["params"])
-    writer = Writer(builder, stage.differentiable, trained, sizes, dtypes, casts)
-    writer.run_forward(forward)
-    d_sends = writer.seed(sources["sends"], loss, halves, scaled)
-    d_receives = writer.run_backward(sources["receives"])
-    made = writer.take_gradients(sources["params"]) if makes else {}
-    writer.run_epilogue()
-    ends = *sources["sends"], *sources["outputs"], *([loss] if loss else ())
-    writer.drop_dead((*d_receives, *made.values()), {v.name for v in ends})
-    once = writer.take_once(casts, standing, gathers=zero in (1, 2))
-    before = map(writer.with_results, materialize_masks(parts["prologue"]))
-    prologue = (*before, *once)
-    # The cotangents of what is made of the batch all belong to the input half, so that
-    # a first stage, which sends none, has one as long as others.
-    batch = (*sources["inputs"], *sources["receives"])
-    dependent = find_dependent(batch, (*prologue, *forward))
-    input_half = {dy.name for x, dy in writer.cotangents.items() if x in dependent}
-    return Joint(
-        stage=stage,
-        setup=tuple(map(writer.with_results, parts["setup"])),
-        prologue=prologue,
-        forward=tuple(writer.forward),
-        backward=tuple(writer.backward),
-        epilogue=tuple(writer.epilogue),
-        sources=sources,
-        d_sends=d_sends,
-        d_receives=d_receives,
-        loss=loss,
-        seeds=tuple(writer.seeds),
-        grads=writer.cts.grads,
-        standing=frozenset(standing),
-        halves=halves,
-        input_half=frozenset(input_half),
-        taken=frozenset(builder.taken),
-        made=made,
-    )
+
+def join_both(
+    stage: Stage,
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+    zero: int = 0,
+    halves: bool = False,
+    scaled: bool = False,
+) -> tuple[Joint, Joint]:
+    """The same twice; in the second a microbatch's gradients of parameters are values
+    of the backward, as where they are to be scattered, and nothing is added to."""
+    draft = Draft(stage, sizes, coords, zero)
+    usual = draft.writer(False)
+    makes = draft.writer(True, usual)
+    return draft.join(usual, halves, scaled), draft.join(makes, halves, scaled, True)
+
+
+class Draft:
+    """A stage in the shapes of a rank, for which backwards are written."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        sizes: Mapping[str, int],
+        coords: Mapping[str, int],
+        zero: int,
+    ) -> None:
+        self.stage, self.sizes, self.zero = stage, sizes, zero
+        local = Localizer(stage.dims, stage.shardings, sizes, coords)
+        self.parts, self.sources, self.loss = _localized(stage, local)
+        self.forward = fuse_bias(materialize_masks(self.parts["forward"]))
+        params = self.sources["params"]
+        self.casts = find_casts(self.forward, params)
+        self.standing = _standing(self.parts["setup"], self.sources) | self.casts.keys()
+        self.dtypes = gradient_dtypes(self.forward, params)
+
+    def writer(self, makes: bool, like: Writer | None = None) -> Writer:
+        """One that has taken the forward. makes: gradients, instead of adding to them.
+        like: one that has not yet written anything else."""
+        forward, stage = self.forward, self.stage
+        whole = _boundary(forward, self.standing) if self.zero == 1 else ()
+        trained = () if makes else (*self.sources["params"], *whole)
+        taken = like.cts.builder.taken if like else stage.dims
+        builder = Builder({*taken, *(v.name for n in forward for v in n.results)})
+        about = trained, self.sizes, self.dtypes, self.casts
+        writer = Writer(builder, stage.differentiable, *about)
+        writer.run_forward(forward, like)
+        return writer
+
+    def join(
+        self, writer: Writer, halves: bool, scaled: bool, makes: bool = False
+    ) -> Joint:
+        """Has the writer write the rest."""
+        parts, sources, loss = self.parts, self.sources, self.loss
+        d_sends = writer.seed(sources["sends"], loss, halves, scaled)
+        d_receives = writer.run_backward(sources["receives"])
+        made = writer.take_gradients(sources["params"]) if makes else {}
+        writer.run_epilogue()
+        ends = *sources["sends"], *sources["outputs"], *([loss] if loss else ())
+        writer.drop_dead((*d_receives, *made.values()), {v.name for v in ends})
+        once = writer.take_once(self.casts, self.standing, gathers=self.zero in (1, 2))
+        before = map(writer.with_results, materialize_masks(parts["prologue"]))
+        prologue = (*before, *once)
+        # The cotangents of what is made of the batch all belong to the input half, so
+        # that a first stage, which sends none, has one as long as others.
+        batch = (*sources["inputs"], *sources["receives"])
+        dependent = find_dependent(batch, (*prologue, *self.forward))
+        input_half = {dy.name for x, dy in writer.cotangents.items() if x in dependent}
+        return Joint(
+            stage=self.stage,
+            setup=tuple(map(writer.with_results, parts["setup"])),
+            prologue=prologue,
+            forward=tuple(writer.forward),
+            backward=tuple(writer.backward),
+            epilogue=tuple(writer.epilogue),
+            sources=sources,
+            d_sends=d_sends,
+            d_receives=d_receives,
+            loss=loss,
+            seeds=tuple(writer.seeds),
+            grads=writer.cts.grads,
+            standing=frozenset(self.standing),
+            halves=halves,
+            input_half=frozenset(input_half),
+            taken=frozenset(writer.cts.builder.taken),
+            made=made,
+        )
 
 
 def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:

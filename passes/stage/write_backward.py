@@ -48,18 +48,36 @@ class Writer:
         self.seeds: list[Value] = []
         # Value -> its cotangent, for those that nodes of `through` make.
         self.cotangents: dict[str, Value] = {}
+        # Value -> the forward's nodes that make it, and what they are called in the
+        # template of its op; None where that has a derivative of its own.
+        self._taken: dict[str, tuple[list[Node], dict[str, Value] | None]] = {}
 
-    def run_forward(self, nodes: list[Node]) -> None:
-        """Takes nodes into the forward, in forms that keep what derivatives read."""
+    def run_forward(self, nodes: list[Node], like: Writer | None = None) -> None:
+        """Takes nodes into the forward, in forms that keep what derivatives read.
+
+        like: a writer that has taken the same nodes, and may see some in other forms.
+        """
         for node in nodes:
             flows = any(self.cts.wanted(v) for v in node.results)
-            if flows and self._derivative(node) is None:
-                self.forward += expand_forward(self.cts, node)
-            else:
-                node = self.with_results(node)
-                self.forward.append(node)
+            is_traced = flows and self._derivative(node) is None
+            name = node.results[0].name
+            own, bound = like._taken[name] if like else ([], None)
+            if not own or (bound is not None) != is_traced:
+                own, bound = self._forms(node, is_traced)
+            if bound is not None:
+                self.cts.bindings[name] = dict(bound)
+            self._taken[name] = own, bound
+            self.forward += own
             if flows:
-                self.through.append(node)
+                self.through.append(node if is_traced else own[0])
+
+    def _forms(
+        self, node: Node, is_traced: bool
+    ) -> tuple[list[Node], dict[str, Value] | None]:
+        if not is_traced:
+            return [self.with_results(node)], None
+        own = expand_forward(self.cts, node)
+        return own, self.cts.bindings[node.results[0].name]
 
     def with_results(self, node: Node) -> Node:
         """The node with all results of the function that runs it."""
