@@ -38,11 +38,12 @@ def test_a_model_is_proved_at_its_own_size(name: str, mesh: str, options: dict) 
 
 # Of transformers' causal models, at their default sizes: windows and rotations in turn,
 # chosen groups of experts, gates as wide as the model, state spaces, heads that are
-# longer than they are many.
+# longer than they are many, what is looked up for all layers at first.
 KINDS = [
     "bamba",
     "cohere2",
     "exaone4",
+    "gemma4_text",
     "glm4_moe",
     "mimo_v2_flash",
     "minimax_m2",

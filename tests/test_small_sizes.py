@@ -14,7 +14,7 @@ from autopar.passes.capture.trace import trace
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
-from autopar.passes.proof.extents import Sum, find_extents
+from autopar.passes.proof.extents import Bound, Sum, find_extents
 from autopar.passes.proof.shrink import Shrinker
 from autopar.passes.proof.shrink_plan import choose_layers, small_sizes, thin
 from autopar.proof.chosen_layers import find_chosen_layers
@@ -193,10 +193,10 @@ def test_no_more_are_chosen_than_there_are() -> None:
     given = [6, 64], (), frozenset(), splits, {"tp": 3, "ep": 64}, {"tp": 3, "ep": 2}
     assert choose_sizes(*given) == {6: 6, 64: 2}
     with pytest.raises(NotShrunk):
-        choose_sizes(*given, (), [((6,), (64,))])
+        choose_sizes(*given, (), [Bound((6,), (64,))])
     x = torch.randn(4, 64)
     extents = find_extents(trace(Chosen(), {"x": x}))
-    assert extents.most == {((6,), (64,))}
+    assert extents.most == {Bound((6,), (64,))}
 
 
 class Chosen(nn.Module):
@@ -206,6 +206,35 @@ class Chosen(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.scale).topk(6).values.sum()
+
+
+class Windowed(nn.Module):
+    """A window as wide as a head is, of a sequence of twice as many; heads are longer
+    than these when they are small, by what they are a sum of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(64, 4 * 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.heads(x).unflatten(-1, (4, 512)).transpose(1, 2)
+        mixed = torch.cat([heads[..., :200] * 2, heads[..., 200:]], -1)
+        at = torch.arange(x.shape[1])
+        near = (at[:, None] - at).abs() < 512
+        scores = (mixed @ heads.mT).masked_fill(~near, -1e9).softmax(-1)
+        return (scores @ heads).square().sum()
+
+
+def test_a_window_hides_some_of_a_small_sequence_too() -> None:
+    traced = trace(Windowed(), {"x": torch.randn(2, 1024, 64)})
+    extents = find_extents(traced)
+    assert extents.windows == {Bound((512,), (1024,), 1)}
+    known = extents.sizes, extents.sums, extents.fixed, {}, {}, {}, ()
+    for smallest in (False, True):
+        sizes = choose_sizes(*known, extents.most | extents.windows, smallest)
+        small = Shrinker(extents, sizes).graph(traced).graph
+        (compared,) = (n for n in small.nodes if n.op == "aten.lt.Scalar")
+        assert compared.args[1] < compared.out.shape[0]
 
 
 class Turns(nn.Module):
@@ -265,7 +294,7 @@ def test_a_dim_of_which_some_are_left_out_stays_as_it_is() -> None:
 
 def test_the_longest_is_looked_for_from_its_parts_on() -> None:
     """Where an order cannot be kept, and a part of it stays larger than most."""
-    most = [((64,), (4096,))]
+    most = [Bound((64,), (4096,))]
     sizes = [32, 64, 4096]
     splits = {4096: frozenset({("dp",)})}
     few = choose_sizes(

@@ -94,6 +94,32 @@ def test_layers_that_read_the_first_input_too_are_cut_between() -> None:
     case.verify("pp=4", 2)
 
 
+class PerLayer(Stack):
+    """Each block is handed its part of what is looked up for all of them at first,
+    which is larger than what crosses from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Embedding(VOCAB, 4 * WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, parts = self.embed(input_ids), self.parts(input_ids).tanh()
+        for i, block in enumerate(self.blocks):
+            x = block(x + parts.unflatten(-1, (4, WIDTH))[:, :, i])
+        return self.head(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=4"])
+def test_a_cut_has_a_name_though_the_same_value_is_the_largest_everywhere(mesh) -> None:
+    case = Case(randomize(PerLayer()), tokens(), cross_entropy).double()
+    program = case.compile(mesh, 2)
+    again = case.compile(mesh, 2, cuts=program.plan.cuts)
+    assert [s.layers for s in again.stages] == [s.layers for s in program.stages]
+    assert again.modules == program.modules
+    case.verify(mesh, 2)
+
+
 class Shared(Stack):
     """The same two blocks, three times over."""
 

@@ -21,7 +21,7 @@ from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import NotShrunk, Split, choose_sizes
-from autopar.passes.proof.extents import Extents, Product, find_extents
+from autopar.passes.proof.extents import Bound, Extents, Product, find_extents
 from autopar.passes.proof.shrink import Shrinker
 from autopar.passes.proof.shrink_plan import (
     ChosenLayers,
@@ -123,7 +123,7 @@ def _shrink(
     plan: Plan,
     few: ChosenLayers,
     splits: Mapping[int, frozenset[Split]],
-    longest: frozenset[tuple[Product, Product]],
+    longest: frozenset[Bound],
     captured: Traced,
 ) -> tuple[dict[str, int], Shrinker, Traced]:
     """(ranks of each axis, what made the graph small, the small one). Extents that an
@@ -156,15 +156,18 @@ def _choose(
     plan: Plan,
     few: ChosenLayers,
     splits: Mapping[int, frozenset[Split]],
-    longest: frozenset[tuple[Product, Product]],
+    longest: frozenset[Bound],
     extents: Extents,
     smallest: bool,
 ) -> tuple[dict[str, int], dict[int, int]]:
     """(ranks of each axis, small extents): on the fewest ranks for which there are
-    some; with the longest dims still the longest, if there are. Raises NotShrunk."""
+    some; with the longest dims still the longest, and windows less than what they are
+    of, if there are. Raises NotShrunk."""
     products, problem = extents.products(splits), None
     meshes = [*islice(small_sizes(plan, few, splits, extents.fixed), MESHES)]
-    for most, axes in product((extents.most | longest, extents.most), meshes):
+    windows = extents.most | extents.windows
+    ways = dict.fromkeys((windows | longest, windows, extents.most))
+    for most, axes in product(ways, meshes):
         large = {axis: plan.size(axis) for axis in axes}
         known = extents.sizes, extents.sums, extents.fixed, splits, large, axes
         try:

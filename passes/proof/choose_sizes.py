@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import prod
 
 from ..errors import AutoparError
-from ..proof.extents import MARGIN, Product, Sum
+from ..proof.extents import MARGIN, Bound, Product, Sum
 
 # Axes that split an extent, outermost first.
 Split = tuple[str, ...]
@@ -59,14 +59,14 @@ def choose_sizes(
     large: Mapping[str, int],
     small: Mapping[str, int],
     products: Collection[Product] = (),
-    most: Collection[tuple[Product, Product]] = (),
+    most: Collection[Bound] = (),
     smallest: bool = False,
 ) -> dict[int, int]:
     """Size -> small size.
 
     sizes: ascending. splits: size -> the axes that split an extent of it, somewhere.
     large, small: axis -> its ranks in the plan, and in the small one. products: sizes
-    that are split as one extent. most: pairs of which the first stays at most as large.
+    that are split as one extent. most: what must hold between sizes.
     smallest: each as small as it can be, even if a smaller one was fixed.
     Raises NotShrunk.
     """
@@ -153,7 +153,7 @@ class _Solver:
     allowed: Mapping[int, Candidates]
     products: Mapping[Product, Candidates]
     order: Order
-    most: Collection[tuple[Product, Product]] = ()
+    most: Collection[Bound] = ()
     tries: int = 0
 
     def solve(self) -> dict[int, int] | None:
@@ -184,9 +184,12 @@ class _Solver:
 
     def _candidates(self, size: int, known: Mapping[int, int]) -> list[int]:
         allowed, below = self.allowed[size], [n for n in known if n < size]
-        parts = [part for part, whole in self.most if whole == (size,)]
-        known_parts = [part for part in parts if all(n in known for n in part)]
-        floor = max([2, *(prod(known[n] for n in part) for part in known_parts)])
+        floors = (
+            prod(known[n] for n in part) + gap
+            for part, whole, gap in self.most
+            if whole == (size,) and all(n in known for n in part)
+        )
+        floor = max(2, max(floors, default=2))
         least = floor
         if below:
             nearest = max(below, key=lambda n: (known[n], n))
@@ -238,10 +241,10 @@ class _Solver:
 
     def _ordered(self, known: Mapping[int, int]) -> bool:
         """Whether larger sizes are larger, as far as they must be."""
-        for part, whole in self.most:
+        for part, whole, gap in self.most:
             if all(n in known for n in (*part, *whole)):
                 sizes = (prod(known[n] for n in product) for product in (part, whole))
-                if next(sizes) > next(sizes):
+                if next(sizes) + gap > next(sizes):
                     return False
         chosen = [known[n] for n in self.sizes if n in known and n]
         return self.order != Order.KEPT or all(a < b for a, b in pairwise(chosen))

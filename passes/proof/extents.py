@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -25,11 +26,20 @@ from ..ops.op import is_view, op_of
 from ..ops.parts import comb_of, part_of, steps_in
 from ..ops.reductions import dims_of, topmost
 from ..ops.rules import equation, is_pointwise
+from ..ops.shrunk import comparison
 
 # A product of extents that stay factors: `(heads head_dim)` as (12, 64).
 Product = tuple[int, ...]
 # Segments of at most so many elements are a shift or an overlap, and stay as they are.
 MARGIN = 4
+
+
+class Bound(NamedTuple):
+    """A product of extents that stays at most as large as another, less the gap."""
+
+    part: Product
+    whole: Product
+    gap: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,14 +60,16 @@ class Extents:
     """factors: value name -> for each tensor dim the extents it is a product of. sums:
     what must hold between them. fixed: extents that count things (the tensors of a
     stack), which no change of size changes. segments: (value, dim) -> the positions at
-    which ops cut it -> the extents up to there, as sums of products. most: pairs of
-    which the first is at most as large, as what is chosen of the second."""
+    which ops cut it -> the extents up to there, as sums of products. most: what is
+    chosen is no more than there are. windows: numbers that positions are compared with,
+    which are less than these are."""
 
     factors: Mapping[str, tuple[Product, ...]]
     sums: tuple[Sum, ...]
     fixed: frozenset[int]
     segments: Mapping[tuple[str, int], Mapping[int, tuple[Product, ...]]]
-    most: frozenset[tuple[Product, Product]] = frozenset()
+    most: frozenset[Bound] = frozenset()
+    windows: frozenset[Bound] = frozenset()
 
     @property
     def sizes(self) -> list[int]:
@@ -101,6 +113,7 @@ class _Search:
         self.sums: list[tuple[list[int], list[list[int]], int]] = []
         self.fixed: list[int] = []
         self.most: list[tuple[list[int], list[int]]] = []
+        self.windows: list[tuple[int, list[int]]] = []
         self.cuts: dict[tuple[str, int], set[int]] = defaultdict(set)
         self.segments: dict[tuple[str, int], dict[int, list[list[int]]]] = {}
 
@@ -123,6 +136,10 @@ class _Search:
                 chosen, whole = node.results[0], node.operands[0]
                 pair = self.tensors[chosen.name][dim], self.tensors[whole.name][dim]
                 self.most.append(pair)
+            if op_of(node).shrunk is comparison and type(node.arg("other")) is int:
+                number, out = node.arg("other"), node.out
+                dims = zip(self.tensors[out.name], out.shape, strict=True)
+                self.windows += [(number, dim) for dim, n in dims if number < n]
         return self._extents()
 
     def _declare(self, v: Value) -> None:
@@ -140,9 +157,9 @@ class _Search:
             for whole, parts, constant in self.sums
         ]
         sums += self._of_layers(factors)
-        most = frozenset((product(a), product(b)) for a, b in self.most)
+        most = frozenset(Bound(product(a), product(b)) for a, b in self.most)
         # Of groups of experts some are chosen, and numbers of all experts looked up.
-        whole = [dim for _, dim in sorted(most) if len(dim) > 1]
+        whole = [bound.whole for bound in sorted(most) if len(bound.whole) > 1]
         known = {n for dims in factors.values() for d in dims for n in d}
         sums += [Sum((prod(dim),), (dim,)) for dim in whole if prod(dim) in known]
         return Extents(
@@ -156,6 +173,9 @@ class _Search:
                 for place, alternatives in self.segments.items()
             },
             most=most,
+            windows=frozenset(
+                Bound((number,), product(dim), 1) for number, dim in self.windows
+            ),
         )
 
     def _of_layers(self, factors: Mapping[str, tuple[Product, ...]]) -> Iterator[Sum]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ..mesh import PIPELINE, TIME, Mesh
 from ..plan import Plan
 from ..proof.choose_sizes import Candidates, Split
-from ..proof.extents import Product
+from ..proof.extents import Bound
 from ..shard.propagate import Sharded
 from ..shard.ring import has_rings
 
@@ -205,14 +205,14 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
     return {n: frozenset(s for s in splits if s) for n, splits in splits_of.items()}
 
 
-def find_longest(sharded: Sharded) -> frozenset[tuple[Product, Product]]:
-    """Pairs of extents of a parameter's dims, of which the second is the longest one:
-    which that is decides what `split_parameter` splits."""
-    named, pairs = sharded.named, set()
+def find_longest(sharded: Sharded) -> frozenset[Bound]:
+    """Extents of a parameter's dims are at most the longest of them: which that is
+    decides what `split_parameter` splits."""
+    named, bounds = sharded.named, set[Bound]()
     for v in named.graph.params if sharded.plan.parameter_axes else ():
         sizes = [d.size for dim in named.dims[v.name] for d in dim]
-        pairs |= {((n,), (max(sizes),)) for n in sizes if n < max(sizes)}
-    return frozenset(pairs)
+        bounds |= {Bound((n,), (max(sizes),)) for n in sizes if n < max(sizes)}
+    return frozenset(bounds)
 
 
 def shrink_plan(plan: Plan, few: ChosenLayers, sizes: Mapping[str, int]) -> Plan:

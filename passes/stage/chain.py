@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from ..cost import NodeCosts, Seconds
@@ -120,17 +121,42 @@ class Chain:
         here, before = (self.nodes[i].location.layer for i in (position, position - 1))
         return here == layer != before
 
+    @cached_property
+    def _named(self) -> dict[str, int]:
+        """What a plan calls a cut -> where that is: the layer that begins there, or the
+        main value, or another that crosses no cut before it, as all layers may read one
+        that is larger than what each makes."""
+        every = [i for i in range(1, len(self.nodes)) if self.is_place(i)]
+        layers = [(self.nodes[i].location.layer, i) for i in every]
+        begin = [(layer, i) for layer, i in layers if self.begins(i, layer)]
+        mains = [(self.main_value(i).name, i) for i in every]
+        others = [
+            (v.name, i)
+            for i in every
+            for v in sorted(self.crossing(i), key=lambda v: -v.bytes)
+        ]
+        # Of several that follow layers and are in none the last is meant.
+        named: dict[str, int] = {name: i for name, i in begin if not name}
+        for name, i in (*begin, *mains, *others):
+            named.setdefault(name, i)
+        return named
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """Positions -> what a cut there is called."""
+        names: dict[int, str] = {}
+        for name, i in self._named.items():
+            if name:
+                names.setdefault(i, name)
+        return names
+
     def cut_name(self, position: int) -> str:
-        """What a plan calls a cut: the layer that begins there, else the main value."""
-        layer = self.nodes[position].location.layer
-        begins = (i for i in range(1, len(self.nodes)) if self.begins(i, layer))
-        if layer and next(filter(self.is_place, begins), None) == position:
-            return layer
-        return self.main_value(position).name
+        """What a plan calls a cut."""
+        return self._names[position]
 
     def candidates(self, stages: int) -> list[int]:
         """Positions to cut at: borders of layers, or any if those are too few."""
-        places = [i for i in range(1, len(self.nodes)) if self.is_place(i)]
+        places = sorted(self._names)
         borders = [i for i in places if self._is_border(i)]
         return borders if len(borders) >= stages - 1 else places
 
@@ -191,14 +217,8 @@ class Chain:
             )
         ends: list[int] = []
         for name in cuts:
-            places = [
-                i
-                for i in range(1, len(self.nodes))
-                if self.is_place(i)
-                and (self.main_value(i).name == name or self.begins(i, name))
-            ]
-            places = places if name else places[-1:]
-            if not places or (ends and places[0] <= ends[-1]):
+            end = self._named.get(name)
+            if end is None or (ends and end <= ends[-1]):
                 places = self.candidates(len(self.nodes))
                 known = dict.fromkeys(map(self.cut_name, places))
                 raise StageError(
@@ -206,5 +226,5 @@ class Chain:
                     fix=f"cut at some of {', '.join(known)}, in this order",
                 )
             # Later positions leave more of the views behind the value to the sender.
-            ends.append(places[0])
+            ends.append(end)
         return [*ends, len(self.nodes)]
