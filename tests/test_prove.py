@@ -216,6 +216,18 @@ def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("only_small")
+def test_what_stays_too_large_to_be_run_is_refused(monkeypatch) -> None:
+    """It is told which sizes stay, rather than that memory ran out."""
+    model, batch = build(BIG, batch=8)
+    plan = Plan(Mesh.parse("dp=2"), 2)
+    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN, prove=False)
+    monkeypatch.setattr("autopar.proof.small.VALUES", 1000)
+    with pytest.raises(NotShrunk, match=r"is not small .*numbers made.* say some"):
+        make_small(program, model, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("only_small")
 def test_an_extent_may_be_larger_in_the_small_program() -> None:
     """8 is the head's extent and the batch's, of which three microbatches need 9."""
     model, batch = build(BIG, batch=8)

@@ -17,12 +17,13 @@ from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.traced import Traced
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import PIPELINE, TIME
+from autopar.passes.ops.op import is_view
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import NotShrunk, Split, choose_sizes
 from autopar.passes.proof.extents import Bound, Extents, Product, find_extents
-from autopar.passes.proof.shrink import Shrinker
+from autopar.passes.proof.shrink import SMALL_NUMBER, Shrinker
 from autopar.passes.proof.shrink_plan import (
     ChosenLayers,
     find_longest,
@@ -41,6 +42,7 @@ from autopar.proof.values import real_values
 
 MESHES = 8  # that are looked at for small extents
 MOST = 1e8  # parameters of what is small, times its ranks, of some 70 bytes each
+VALUES = 2e9  # numbers that what is small makes, of 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,17 @@ def _shrink(
             extents = replace(extents, fixed=extents.fixed | error.extents)
             continue
         ranks = prod(n for axis, n in axes.items() if axis != TIME)
-        if sum(v.numel for v in small.graph.params) * ranks <= MOST:
+        held = sum(v.numel for v in small.graph.params) * ranks
+        made = [v for n in small.graph.nodes if not is_view(n) for v in n.results]
+        values = sum(v.numel for v in made)
+        if held <= MOST and values <= VALUES:
             return axes, shrinker, small
         if smallest:
+            stay = (str(n) for n, m in sizes.items() if n == m > SMALL_NUMBER)
             raise NotShrunk(
-                "the small model is not small, as too many of its sizes are said by "
-                "arguments of ops",
-                fix="prove the plan of a smaller model of the kind",
+                f"the small model is not small ({held:,} parameters on all ranks, "
+                f"{values:,} numbers made), as arguments of ops say some of its "
+                f"sizes: {', '.join(stay)}"
             )
         smallest = True  # even if larger ones do not stay larger
 

@@ -80,10 +80,7 @@ def choose_sizes(
         solution = _Solver(list(sizes), sums, allowed, whole, order, most).solve()
         if solution is not None:
             return solution
-    raise NotShrunk(
-        f"no small sizes stand for {', '.join(map(str, sizes))} together",
-        fix="prove the plan of a smaller model of the kind, which is run as it is",
-    )
+    raise NotShrunk(f"no small sizes stand for {', '.join(map(str, sizes))} together")
 
 
 class Order(Enum):

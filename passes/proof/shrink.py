@@ -202,6 +202,5 @@ class Shrinker:
         return NotShrunk(
             f"'{new}' does not follow from small sizes ({problem})",
             source=str(new.location),
-            fix="prove the plan of a smaller model of the kind, which is run as it is",
             extents=frozenset(n for v, d in dims for n in factors[v.name][d]),
         )
