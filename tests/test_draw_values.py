@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from autopar.passes.capture.input_ranges import InputRange, find_input_ranges
 from autopar.passes.capture.trace import trace
+from autopar.passes.graph import Value
 from autopar.proof.draw_batches import draw_batch, draw_mask
 from autopar.proof.draw_values import draw_parameters
+from autopar.proof.values import values_of_buffers
 
 
 def drawn_weights(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
@@ -279,3 +281,13 @@ def test_most_keys_of_a_mask_are_seen_whatever_marks_them(example):
     drawn = draw_batch(inputs, ranges, 0, {"mask": example})["mask"]
     seen = 0 if torch.equal(example, 1 - PADDED) else 1
     assert 0.6 < (drawn == seen).float().mean() < 0.9
+
+
+def test_buffers_that_nobody_knows_decay_rather_than_grow() -> None:
+    """A state space's rates, made on the meta device: exp(-256 rate) is finite."""
+    specs = Value("rate", (64, 1, 1), torch.float32), Value("count", (4,), torch.int64)
+    known = {"table": torch.tensor([-1.0])}
+    table = Value("table", (1,), torch.float32)
+    buffers = values_of_buffers((*specs, table), known, 0)
+    assert buffers["rate"].min() > 0 and buffers["rate"].unique().numel() == 64
+    assert buffers["count"].dtype == torch.int64 and buffers["table"] == -1

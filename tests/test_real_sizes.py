@@ -46,6 +46,7 @@ KINDS = [
     "gemma4_text",
     "glm4_moe",
     "mimo_v2_flash",
+    "minimax",
     "minimax_m2",
     "nemotron_h",
     "olmo3",

@@ -56,9 +56,13 @@ def draw_values(
 def values_of_buffers(
     values: tuple[Value, ...], like: Mapping[str, Tensor], seed: int
 ) -> ByName:
-    """Buffers as the model has them; those without values are drawn."""
+    """Buffers as the model has them; those without values are drawn. Floats among these
+    are positive, as decays, frequencies and variances are."""
     missing = {v.name: (v.shape, v.dtype) for v in values if v.name not in like}
-    drawn = draw_batch(missing, {}, seed)
+    drawn = {
+        name: x.abs() if x.is_floating_point() else x
+        for name, x in draw_batch(missing, {}, seed).items()
+    }
     return {v.name: like.get(v.name, drawn.get(v.name, torch.empty(0))) for v in values}
 
 
