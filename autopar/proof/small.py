@@ -149,11 +149,11 @@ def _shrink(
         if held <= MOST and values <= VALUES:
             return axes, shrinker, small
         if smallest:
-            stay = (str(n) for n, m in sizes.items() if n == m > SMALL_NUMBER)
+            stay = [str(n) for n, m in sizes.items() if n == m > SMALL_NUMBER]
+            why = ", as arguments of ops say some of its sizes: " if stay else ""
             raise NotShrunk(
                 f"the small model is not small ({held:,} parameters on all ranks, "
-                f"{values:,} numbers made), as arguments of ops say some of its "
-                f"sizes: {', '.join(stay)}"
+                f"{values:,} numbers made){why}{', '.join(stay)}"
             )
         smallest = True  # even if larger ones do not stay larger
 
