@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from cases import Case
 from draw_sorted_rows import EXPERTS, WIDTH, Model
 from models import mixture, token_batch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.options import make_plan
+from autopar.passes.capture.choices import numbers_of
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
@@ -310,3 +311,38 @@ def test_the_library_s_own_way_is_proved_small() -> None:
     program = compile_program(trace(model, batch), make_plan("dp=2,ep=2"))
     small = make_small(program, model, batch)
     assert small.sizes[128] < 128 and len(small.program.mesh.axes) == 2
+
+
+class Replaced(nn.Module):
+    """Of six numbers the last is none, or some are another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.rows = nn.Parameter(torch.ones(6)), nn.Embedding(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x * self.scale).topk(2)[1]
+        without_last = chosen.masked_fill(chosen == 5, 0)
+        larger = chosen.masked_fill(x[:, :2] > 0, 7)
+        as_many = chosen.masked_fill(chosen == 2, 0)
+        return sum(self.rows(i).square().sum() for i in (without_last, larger, as_many))
+
+
+def test_numbers_are_counted_after_some_were_replaced() -> None:
+    graph = trace(Replaced(), {"x": torch.randn(4, 6)}).graph
+    made = {v.name: node for node in graph.nodes for v in node.results}
+    filled = [n.out for n in graph.nodes if n.name == "aten.masked_fill"]
+    assert [numbers_of(v, made) for v in filled] == [5, 8, 6]
+
+
+def test_an_expert_that_does_nothing_is_no_expert() -> None:
+    """As Zaya has one more choice than experts."""
+    transformers = pytest.importorskip("transformers")
+    if "zaya" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers has no Zaya")
+    way = {"experts_implementation": "grouped_mm", "num_experts_per_tok": 1}
+    case = mixture("zaya", router_hidden_size=8, **way)
+    assert not {"aten.sort", "aten.histc"} & {
+        n.name for n in normalize(case.trace()).graph.nodes
+    }
+    case.verify("dp=2", 2)

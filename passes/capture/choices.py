@@ -113,6 +113,8 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if node.name == "aten.remainder" and not x.dtype.is_floating_point:
         most = node.arg("other")
         return most if type(most) is int and most > 0 else None
+    if node.name == "aten.masked_fill":
+        return _replaced(node, made)
     if node.op == REPEATED:
         return x.numel if counting_dim(x, made) == 0 else None
     if node.name in ("aten.cat", "aten.stack"):
@@ -124,6 +126,20 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if kind.stays or shows or takes or sorts:
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
+
+
+def _replaced(node: Node, made: Mapping[str, Node]) -> int | None:
+    """How many numbers choices may be after some were replaced by another one; the last
+    is none of them if it was (an expert that does nothing)."""
+    x, mask, fill = node.operands[0], node.operands[1], node.arg("value")
+    most = numbers_of(x, made)
+    if most is None or type(fill) is not int or fill < 0:
+        return None
+    compared = made.get(mask.name)
+    if compared is not None and compared.op == "aten.eq.Scalar":
+        one, last = compared.named("self other")
+        most -= one == x and last == most - 1
+    return max(most, fill + 1)
 
 
 def find_counted(counts: Value, made: Mapping[str, Node]) -> Value | None:
