@@ -62,7 +62,7 @@ class Extents:
     stack), which no change of size changes. segments: (value, dim) -> the positions at
     which ops cut it -> the extents up to there, as sums of products. most: what is
     chosen is no more than there are. windows: numbers that positions are compared with,
-    which are less than these are."""
+    or shifted by, are less than there are of these."""
 
     factors: Mapping[str, tuple[Product, ...]]
     sums: tuple[Sum, ...]

@@ -145,9 +145,8 @@ class Chain:
     def _names(self) -> dict[int, str]:
         """Positions -> what a cut there is called."""
         names: dict[int, str] = {}
-        for name, i in self._named.items():
-            if name:
-                names.setdefault(i, name)
+        for name in sorted(self._named, key=lambda name: not name):  # "" if no other
+            names.setdefault(self._named[name], name)
         return names
 
     def cut_name(self, position: int) -> str:
