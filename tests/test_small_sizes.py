@@ -9,92 +9,116 @@ import torch
 from cases import Case
 from torch import Tensor, nn
 
+import autopar.proof.small as proof_small
 from autopar.capture.shorten import find_facts, without_index
 from autopar.passes.capture.trace import trace
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
-from autopar.passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
-from autopar.passes.proof.extents import Bound, Sum, find_extents
+from autopar.passes.proof.choose_sizes import (
+    WHERE_POSSIBLE,
+    Divides,
+    NotShrunk,
+    Order,
+    choose_sizes,
+)
+from autopar.passes.proof.extents import Bound, Extent, Product, Split, Sum
+from autopar.passes.proof.find_extents import find_extents
 from autopar.passes.proof.shrink import Shrinker
 from autopar.passes.proof.shrink_plan import choose_layers, small_sizes, thin
+from autopar.passes.proof_record import SMALL
 from autopar.proof.chosen_layers import find_chosen_layers
+from autopar.proof.prove_program import prove_program
+from autopar.proof.small import make_small
+
+
+def split(size: int, *splits: Split) -> Extent:
+    return Extent(size, splits=splits)
+
+
+def fixed(size: int, *splits: Split) -> Extent:
+    return Extent(size, stays=True, splits=splits)
+
+
+def of(*sizes: int) -> Product:
+    return tuple(map(Extent, sizes))
 
 
 def test_small_sizes_divide_as_the_large_ones_do() -> None:
-    sizes = [8, 12, 768, 1021, 4096]
-    splits = {n: frozenset({("tp",)}) for n in sizes}
-    found = choose_sizes(sizes, (), frozenset(), splits, {"tp": 8}, {"tp": 2})
+    sizes = [split(n, ("tp",)) for n in (8, 12, 768, 1021, 4096)]
+    found = choose_sizes(sizes, (), {"tp": 8}, {"tp": 2})
     assert list(found.values()) == sorted(set(found.values())), "which are the larger"
     for large, small in found.items():
-        assert small <= large and small < 40
-        assert Divides.of(large, 8) == Divides.of(small, 2)
+        assert small <= large.size and small < 40
+        assert Divides.of(large.size, 8) == Divides.of(small, 2)
 
 
 def test_small_sizes_keep_sums() -> None:
-    pieces = Sum((96,), ((8, 4), (64,)))
-    shifted = Sum((1025,), ((1024,),), 1)
-    sizes = [4, 8, 64, 96, 1024, 1025]
-    found = choose_sizes(sizes, (pieces, shifted), frozenset(), {}, {}, {})
+    pieces = Sum(of(96), (of(8, 4), of(64)))
+    shifted = Sum(of(1025), (of(1024),), 1)
+    sizes = of(4, 8, 64, 96, 1024, 1025)
+    small = choose_sizes(sizes, (pieces, shifted), {}, {})
+    found = {extent.size: n for extent, n in small.items()}
     assert found[96] == found[8] * found[4] + found[64]
     assert found[1025] == found[1024] + 1
     assert found[4] == 4, "what is small stays"
 
 
 def test_sizes_that_contradict_each_other_are_refused() -> None:
-    twice = Sum((10,), ((10,), (7,)))
+    twice = Sum(of(10), (of(10), of(7)))
     with pytest.raises(NotShrunk, match="no small sizes stand for 7, 10"):
-        choose_sizes([7, 10], (twice,), frozenset(), {}, {}, {})
+        choose_sizes(of(7, 10), (twice,), {}, {})
 
 
 def test_a_sum_that_holds_for_any_size_decides_none() -> None:
     """Halves of a head that are as many as the heads, of which there are two each."""
-    twice = Sum((64, 2), ((64,), (64,)))
-    small = choose_sizes([2, 64], (twice,), frozenset({2}), {}, {}, {})
-    assert small[64] < 64
+    few, many = fixed(2), Extent(64)
+    twice = Sum((many, few), ((many,), (many,)))
+    assert choose_sizes([few, many], (twice,), {}, {})[many] < 64
 
 
 def test_few_sizes_become_equal_where_some_must() -> None:
     """Of 6 heads on 4 ranks, as on 2: these are 3, which is another extent."""
-    splits = {6: frozenset({("tp",)})}
-    sizes = [3, 6, 8, 12, 20]
-    found = choose_sizes(sizes, (), frozenset({3}), splits, {"tp": 4}, {"tp": 2})
-    assert (found[3], found[6]) == (3, 3)
+    sizes = [fixed(3), split(6, ("tp",)), *of(8, 12, 20)]
+    found = choose_sizes(sizes, (), {"tp": 4}, {"tp": 2})
+    assert [found[n] for n in sizes[:2]] == [3, 3]
     assert len(set(found.values())) == 4, "all others differ"
 
 
 def test_there_are_ranks_for_all_that_splits_an_extent() -> None:
     """8 is a share of 1 on 8 ranks, of 2 on 4: so on some there must be more."""
-    splits = {8: frozenset({("dp",), ("tp",), ("tp", "dp")})}
+    size = split(8, ("dp",), ("tp",), ("tp", "dp"))
     plan = Plan(Mesh.parse("dp=8,tp=4"), 1)
-    few = next(small_sizes(plan, None, splits))
+    few = next(small_sizes(plan, None, [size]))
     large = {axis: plan.size(axis) for axis in few}
-    assert choose_sizes([8], (), frozenset(), splits, large, few) == {8: few["dp"]}
+    assert choose_sizes([size], (), large, few) == {size: few["dp"]}
     assert few["tp"] < few["dp"] < 8
 
 
 def test_extents_that_follow_from_each_other_may_need_more_ranks() -> None:
     """Twice 32 is no odd number, but none that 3 divides."""
-    halves, heads = Sum((64,), ((32,), (32,))), Sum((18,), ((16,), (2,)))
-    sizes, products = [2, 16, 18, 32, 64], {(18, 64)}
-    splits = {n: frozenset({("dp",)}) for n in (16, 18, 32, 64, 18 * 64)}
+    two, *split_ones = sizes = [
+        Extent(2),
+        *(split(n, ("dp",)) for n in (16, 18, 32, 64)),
+    ]
+    a, b, c, d = split_ones
+    sums = Sum((d,), ((c,), (c,))), Sum((b,), ((a,), (two,)))
+    products = {(b, d): split(18 * 64, ("dp",))}
     plan = Plan(Mesh.parse("dp=5"), 1)
-    meshes = list(small_sizes(plan, None, splits))
+    meshes = list(small_sizes(plan, None, [*sizes, *products.values()]))
     assert [few["dp"] for few in meshes] == [2, 3, 4, 5]
-    given = sizes, (halves, heads), frozenset(), splits, {"dp": 5}
     with pytest.raises(NotShrunk):
-        choose_sizes(*given, meshes[0], products)
-    found = choose_sizes(*given, meshes[1], products)
-    assert all(found[n] % 3 for n in (16, 18, 32, 64))
-    assert found[18] * found[64] % 3, "what is split as one extent"
+        choose_sizes(sizes, sums, {"dp": 5}, meshes[0], products)
+    found = choose_sizes(sizes, sums, {"dp": 5}, meshes[1], products)
+    assert all(found[n] % 3 for n in split_ones)
+    assert found[b] * found[d] % 3, "what is split as one extent"
 
 
 def test_a_size_that_stays_divides_over_the_small_ranks_as_it_did() -> None:
     """12 experts of a routing that tells them apart on 8 ranks: one each and a rest."""
-    plan, splits = Plan(Mesh.parse("ep=8"), 1), {12: frozenset({("ep",)})}
-    assert next(small_sizes(plan, None, splits))["ep"] == 2
-    assert next(small_sizes(plan, None, splits, frozenset({12})))["ep"] == 7
-    plan, splits = Plan(Mesh.parse("ep=16"), 1), {24: frozenset({("ep",)})}
-    few = next(small_sizes(plan, None, splits, frozenset({24})))
+    plan, own = Plan(Mesh.parse("ep=8"), 1), ("ep",)
+    assert next(small_sizes(plan, None, [split(12, own)]))["ep"] == 2
+    assert next(small_sizes(plan, None, [fixed(12, own)]))["ep"] == 7
+    few = next(small_sizes(Plan(Mesh.parse("ep=16"), 1), None, [fixed(24, own)]))
     assert few["ep"] == 2, "not if that takes too many ranks"
 
 
@@ -175,7 +199,7 @@ def test_a_captured_graph_shrinks_as_a_whole() -> None:
     ids = torch.randint(701, (4, 470))
     traced = trace(Pieces(), {"ids": ids, "labels": ids})
     extents = find_extents(traced)
-    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
+    sizes = choose_sizes(extents.sizes, extents.sums, {}, {})
     small = Shrinker(extents, sizes).graph(traced).graph
     shapes = {v.name: v.shape for v in small.sources}
     assert sum(v.numel for v in small.params) < 4000
@@ -189,14 +213,13 @@ def test_a_captured_graph_shrinks_as_a_whole() -> None:
 
 def test_no_more_are_chosen_than_there_are() -> None:
     """Of 64 experts on as many ranks there are 2 on 2, of which nobody chooses 6."""
-    splits = {6: frozenset({("tp",)}), 64: frozenset({("ep",)})}
-    given = [6, 64], (), frozenset(), splits, {"tp": 3, "ep": 64}, {"tp": 3, "ep": 2}
-    assert choose_sizes(*given) == {6: 6, 64: 2}
+    few, many = sizes = [split(6, ("tp",)), split(64, ("ep",))]
+    known = sizes, (), {"tp": 3, "ep": 64}, {"tp": 3, "ep": 2}
+    assert choose_sizes(*known) == {few: 6, many: 2}
     with pytest.raises(NotShrunk):
-        choose_sizes(*given, (), [Bound((6,), (64,))])
-    x = torch.randn(4, 64)
-    extents = find_extents(trace(Chosen(), {"x": x}))
-    assert extents.most == {Bound((6,), (64,))}
+        choose_sizes(*known, most=[Bound((few,), (many,))])
+    extents = find_extents(trace(Chosen(), {"x": torch.randn(4, 64)}))
+    assert extents.most == {Bound(of(6), of(64))}
 
 
 class Chosen(nn.Module):
@@ -228,10 +251,10 @@ class Windowed(nn.Module):
 def test_a_window_hides_some_of_a_small_sequence_too() -> None:
     traced = trace(Windowed(), {"x": torch.randn(2, 1024, 64)})
     extents = find_extents(traced)
-    assert extents.windows == {Bound((512,), (1024,), 1)}
-    known = extents.sizes, extents.sums, extents.fixed, {}, {}, {}, ()
-    for smallest in (False, True):
-        sizes = choose_sizes(*known, extents.most | extents.windows, smallest)
+    assert extents.windows == {Bound(of(512), of(1024), 1)}
+    known = extents.sizes, extents.sums, {}, {}, {}, extents.most | extents.windows
+    for orders in (WHERE_POSSIBLE, [Order.DIFFERENT], [Order.NONE]):
+        sizes = choose_sizes(*known, orders)
         small = Shrinker(extents, sizes).graph(traced).graph
         (compared,) = (n for n in small.nodes if n.op == "aten.lt.Scalar")
         assert compared.args[1] < compared.out.shape[0]
@@ -259,7 +282,7 @@ class Turns(nn.Module):
 def test_layers_stay_alike_and_chosen_rows_are_there() -> None:
     traced = trace(Turns(), {"x": torch.randn(30, 640)})
     extents = find_extents(traced)
-    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
+    sizes = choose_sizes(extents.sizes, extents.sums, {}, {})
     small = Shrinker(extents, sizes).graph(traced).graph
     shapes = {v.name: v.shape for v in small.sources}
     assert shapes["layers.0.weight"] == shapes["layers.1.weight"]
@@ -285,8 +308,8 @@ class Thirds(nn.Module):
 def test_a_dim_of_which_some_are_left_out_stays_as_it_is() -> None:
     traced = trace(Thirds(), {"x": torch.randn(400)})
     extents = find_extents(traced)
-    assert extents.fixed >= {32, 11, 10}
-    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
+    assert extents.fixed >= {fixed(n) for n in (32, 11, 10)}
+    sizes = choose_sizes(extents.sizes, extents.sums, {}, {})
     small = Shrinker(extents, sizes).graph(traced).graph
     shapes = {v.name: v.shape for v in small.sources}
     assert shapes["angles"] == (32,) and shapes["out.weight"][0] < 300 > shapes["x"][0]
@@ -294,13 +317,11 @@ def test_a_dim_of_which_some_are_left_out_stays_as_it_is() -> None:
 
 def test_the_longest_is_looked_for_from_its_parts_on() -> None:
     """Where an order cannot be kept, and a part of it stays larger than most."""
-    most = [Bound((64,), (4096,))]
-    sizes = [32, 64, 4096]
-    splits = {4096: frozenset({("dp",)})}
-    few = choose_sizes(
-        sizes, (), frozenset({64}), splits, {"dp": 8}, {"dp": 2}, (), most, True
-    )
-    assert few[64] == 64 <= few[4096] < 100
+    sizes = [Extent(32), fixed(64), split(4096, ("dp",))]
+    _, part, whole = sizes
+    most = [Bound((part,), (whole,))]
+    few = choose_sizes(sizes, (), {"dp": 8}, {"dp": 2}, {}, most, [Order.DIFFERENT])
+    assert few[part] == 64 <= few[whole] < 100
 
 
 class Numbered(nn.Module):
@@ -320,3 +341,53 @@ def test_a_number_that_only_some_layers_know_makes_no_difference() -> None:
     assert layers[0] != layers[2], "a flag of the first two is no number"
     pair = without_index([find_facts(Numbered(i)) for i in (0, 1)])
     assert ("", "is_later") in pair[1]
+
+
+class Chunks(nn.Module):
+    """A sequence goes chunk by chunk. There are as many samples as a chunk has tokens
+    and as a head is wide, and as many heads as there are chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.register_buffer("rows", torch.arange(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        heads = self.mix(x)[self.rows].view(batch, 16, 16, 16, 16).transpose(1, 3)
+        state, outs = heads.new_zeros(batch, 16, 16, 16), []
+        for i in range(16):
+            chunk = heads[:, :, i]
+            outs.append(chunk @ state)
+            state = state + chunk.transpose(-1, -2) @ chunk / 16
+        y = torch.stack(outs, 2).transpose(1, 3).reshape(batch, seq, width)
+        return self.out(y).square().mean()
+
+
+def chunks() -> Case:
+    return Case(Chunks(), {"x": torch.randn(16, 256, 256)})
+
+
+def test_extents_of_one_size_are_apart_if_that_alone_makes_them_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a loop is unrolled over stays; samples, heads and their width do not."""
+    case = chunks()
+    program = case.compile("dp=2,tp=2")
+    together = make_small(program, *case[:2], traced=case.trace())
+    assert {n for extent, n in together.sizes.items() if extent.size == 16} == {16}
+    held = [v.numel for n in together.traced.graph.nodes for v in n.results]
+    monkeypatch.setattr(proof_small, "VALUES", sum(held) // 4)
+    apart = make_small(program, *case[:2], traced=case.trace())
+    (x,) = apart.traced.graph.inputs
+    assert x.shape[0] < 16 > x.shape[1] // 16
+    proof = prove_program(program, *case[:2], case.trace())
+    assert proof.size == SMALL and proof.passed
+
+
+def test_an_index_that_counts_goes_along_all_of_a_dim() -> None:
+    """Rows that are picked one after the other are as many as there are samples."""
+    case = chunks()
+    extents = find_extents(case.trace())
+    (x,) = case.trace().graph.inputs
+    assert extents.factors["rows"] == extents.factors[x.name][:1]

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from proofs import BIG, changed, compiled
 
+from autopar.passes.proof.extents import Extent
 from autopar.passes.proof.same_specs import find_other_spec
 from autopar.passes.proof.shrink_plan import StageLayers
 from autopar.passes.proof.transfer import Sizes, differs
@@ -77,7 +78,7 @@ def test_keys_that_count_layers_from_one_end_with_the_last() -> None:
         keys = f'f"reshape.{{i}}": ((8,), torch.float32) for i in range(1, {end})'
         return f"PARAMETERS = {{}}\nWHOLE_GRADIENTS = {{\n    **{{{keys}}},\n}}\n"
 
-    known = Sizes.of({8: 8}, [(2, 2)]), StageLayers("blocks", (0, 1, 2), 4)
+    known = Sizes.of({Extent(8): 8}, [(2, 2)]), StageLayers("blocks", (0, 1, 2), 4)
     assert differs(text(5), text(4), *known) is None
     assert differs(text(6), text(4), *known) is not None
 
@@ -101,7 +102,7 @@ def backward(c, p, g, k, b, saved):
     kernels.add_(g["blocks.+0.weight"], saved[0])
 """
 
-    known = Sizes.of({8: 8}, [(2, 2)]), StageLayers("blocks", (0, 1, 2, 3), 8)
+    known = Sizes.of({Extent(8): 8}, [(2, 2)]), StageLayers("blocks", (0, 1, 2, 3), 8)
     assert differs(text(8), text(4), *known) is None
     found = differs(text(8, outside=5), text(4), *known)  # as far from the last
     assert "in backward: 'g[\"weight\"] of layers [7, 6, 5, 4, 3, 2, 5, 0]'" in str(
@@ -134,7 +135,8 @@ def test_numbers_in_texts_are_told_for_what_they_are(
         return f"{head}\ndef epilogue(c, p):\n    {statement.format(*numbers)}\n"
 
     # Layers 0 to 4, of which 0, 1, 4 are kept; keys count from 1.
-    sizes = Sizes.of({8: 4, 16: 8, 24: 12}, [(2, 2)])
+    known_sizes = {Extent(n): n // 2 for n in (8, 16, 24)}
+    sizes = Sizes.of(known_sizes, [(2, 2)])
     known = sizes, StageLayers("blocks", (0, 1, 3, 4), 5)
     assert differs(text(large), text(small), *known) is None
     assert differs(text(wrong), text(small), *known) is not None
@@ -143,7 +145,8 @@ def test_numbers_in_texts_are_told_for_what_they_are(
 @pytest.mark.slow
 def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:
     *_, program = compiled("tp=2")
-    name, sizes = "blocks.0.attention.qkv.bias", {3: 3, 6: 4, 8: 4}
+    name, (three, six, eight) = "blocks.0.attention.qkv.bias", map(Extent, (3, 6, 8))
+    sizes = {three: 3, six: 4, eight: 4}
     spec = program.parameters[name]
     assert spec.factors == ((3, 6, 8),)
 
@@ -152,7 +155,7 @@ def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:
             replace(program, tensors={name: replace(spec, factors=(own,))})
             for own in ((3, 4, 4), large)
         )
-        return find_other_spec(many, few, sizes, {name: ((3, 6, 8),)})
+        return find_other_spec(many, few, sizes, {name: ((three, six, eight),)})
 
     assert other((3, 6, 8)) is None
     assert other((3, 8, 6)) == name

@@ -17,8 +17,8 @@ from autopar.passes.capture.rows import CHOOSES
 from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import AutoparError
 from autopar.passes.graph import Graph
-from autopar.passes.proof.choose_sizes import choose_sizes
-from autopar.passes.proof.extents import find_extents
+from autopar.passes.proof.choose_sizes import Order, choose_sizes
+from autopar.passes.proof.find_extents import find_extents
 from autopar.passes.proof.shrink import SMALL_NUMBER, Shrinker
 from autopar.passes.proof_record import Loops
 from autopar.progress import tell
@@ -75,11 +75,11 @@ def compare_loops(
 
 def _shrinker(both: Traced) -> Shrinker:
     """As small as all extents can be, but for those that count experts."""
-    extents = find_extents(both)
-    counts, most = extents.fixed, extents.most
+    extents = find_extents(both).united
     sizes = choose_sizes(
-        extents.sizes, extents.sums, counts, {}, {}, {}, most=most, smallest=True
+        extents.sizes, extents.sums, {}, {}, {}, extents.most, [Order.DIFFERENT]
     )
+    counts = [extent.size for extent in extents.fixed]
     return Shrinker(extents, sizes, max(counts, default=SMALL_NUMBER))
 
 

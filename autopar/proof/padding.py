@@ -29,7 +29,7 @@ from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import BatchError
 from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import choose_sizes
-from autopar.passes.proof.extents import find_extents
+from autopar.passes.proof.find_extents import find_extents
 from autopar.passes.proof.shrink import Shrinker
 from autopar.proof.chosen_layers import find_chosen_layers, with_few_layers
 from autopar.proof.draw_values import draw_batch, draw_parameters
@@ -133,9 +133,8 @@ def _small(
     graph = traced.graph
     size = max((prod(v.shape) for v in graph.inputs), default=1)
     if size * sum(prod(v.shape) for v in graph.params) > LITTLE:
-        extents = find_extents(traced)
-        constraints = (extents.sizes, extents.sums, extents.fixed)
-        sizes = choose_sizes(*constraints, {}, {}, {}, most=extents.most)
+        extents = find_extents(traced).united
+        sizes = choose_sizes(extents.sizes, extents.sums, {}, {}, most=extents.most)
         shrinker = Shrinker(extents, sizes)
         traced = shrinker.graph(traced)
         known = {v.name for v in graph.buffers}

@@ -152,7 +152,7 @@ def _prove_small(claim: Claim, layers: ChosenLayers) -> Proof:
     } - {None}
     return replace(
         proof,
-        sizes={str(large): n for large, n in small.sizes.items() if large != n},
+        sizes={str(large): n for large, n in small.sizes.items() if large.size != n},
         layers=(len(small.few.order), len(numbers)),
         texts=len(program.modules),
         cut_short=cut_short,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
 from typing import Any
@@ -21,8 +21,20 @@ from autopar.passes.ops.op import is_view
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
-from autopar.passes.proof.choose_sizes import NotShrunk, Split, choose_sizes
-from autopar.passes.proof.extents import Bound, Extents, Product, find_extents
+from autopar.passes.proof.choose_sizes import (
+    WHERE_POSSIBLE,
+    NotShrunk,
+    Order,
+    choose_sizes,
+)
+from autopar.passes.proof.extents import (
+    Bound,
+    Extent,
+    Extents,
+    Product,
+    size_of,
+)
+from autopar.passes.proof.find_extents import find_extents
 from autopar.passes.proof.shrink import SMALL_NUMBER, Shrinker
 from autopar.passes.proof.shrink_plan import (
     ChosenLayers,
@@ -59,7 +71,7 @@ class Runnable:
     program: Program
     like: Mapping[str, Tensor]
     few: ChosenLayers
-    sizes: Mapping[int, int]
+    sizes: Mapping[Extent, int]
     positions: frozenset[tuple[int, int]] = frozenset()
     factors: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
@@ -101,9 +113,7 @@ def make_small(
     sharded = _propagated(
         captured, shrink_plan(plan, few, {**large, **_stages(plan, few)})
     )
-    splits = find_splits(sharded)
-    longest = find_longest(sharded)
-    axes, shrinker, small = _shrink(plan, few, splits, longest, captured)
+    axes, shrinker, small = _shrink(plan, few, sharded, captured)
     extents, sizes = shrinker.extents, shrinker.sizes
     own = shrink_plan(plan, few, axes)
     made = compile_program(small, own, even=False)
@@ -114,33 +124,60 @@ def make_small(
         like = small.apart(less)
     factors = {v.name: extents.factors[v.name] for v in small.graph.params}
     positions = extents.positions(sizes) | {
-        (prod(product), prod(sizes[n] for n in product))
-        for product in extents.products(splits)
+        (size_of(product), prod(sizes[n] for n in product))
+        for product in extents.products
     }
-    sizes = {**shrinker.compared, **sizes}
+    sizes = {**{Extent(n): m for n, m in shrinker.compared.items()}, **sizes}
     return Runnable(small, made, like, few, sizes, positions, factors)
 
 
 def _shrink(
     plan: Plan,
     few: ChosenLayers,
-    splits: Mapping[int, frozenset[Split]],
-    longest: frozenset[Bound],
+    sharded: Sharded,
     captured: Traced,
 ) -> tuple[dict[str, int], Shrinker, Traced]:
     """(ranks of each axis, what made the graph small, the small one). Extents that an
     op has by its arguments, as a Fourier transform has, stay as they are. Raises
     NotShrunk."""
-    extents, smallest = find_extents(captured), False
+    apart = find_extents(captured, sharded.named.dims, find_splits(sharded))
+    united, problem = apart.united, None
+    for extents, orders in (
+        (united, WHERE_POSSIBLE),
+        (united, [Order.DIFFERENT]),
+        (apart, [Order.DIFFERENT]),
+        (apart, [Order.NONE]),
+    ):
+        try:
+            return _shrink_by(orders, extents, plan, few, sharded, captured)
+        except NotShrunk as error:
+            problem = error
+    assert problem is not None
+    raise problem
+
+
+def _shrink_by(
+    orders: Sequence[Order],
+    extents: Extents,
+    plan: Plan,
+    few: ChosenLayers,
+    sharded: Sharded,
+    captured: Traced,
+) -> tuple[dict[str, int], Shrinker, Traced]:
     while True:
-        axes, sizes = _choose(plan, few, splits, longest, extents, smallest)
+        longest = find_longest(sharded, extents)
+        axes, sizes = _choose(plan, few, longest, extents, orders)
         shrinker = Shrinker(extents, sizes)
         try:
             small = shrinker.graph(captured)
         except NotShrunk as error:
-            if error.extents <= extents.fixed:
+            if not error.extents:
                 raise
-            extents = replace(extents, fixed=extents.fixed | error.extents)
+            # That they are one and the same may not have been seen.
+            odd = {extent.size for extent in error.extents}
+            alike = [n for n in extents.sizes if n.size in odd and not n.stays]
+            one = len(alike) == len(odd)
+            extents = extents.keep(error.extents) if one else extents.unite(alike)
             continue
         ranks = prod(n for axis, n in axes.items() if axis != TIME)
         held = sum(v.numel for v in small.graph.params) * ranks
@@ -148,36 +185,34 @@ def _shrink(
         values = sum(v.numel for v in made)
         if held <= MOST and values <= VALUES:
             return axes, shrinker, small
-        if smallest:
-            stay = [str(n) for n, m in sizes.items() if n == m > SMALL_NUMBER]
-            why = ", as arguments of ops say some of its sizes: " if stay else ""
-            raise NotShrunk(
-                f"the small model is not small ({held:,} parameters on all ranks, "
-                f"{values:,} numbers made){why}{', '.join(stay)}"
-            )
-        smallest = True  # even if larger ones do not stay larger
+        stay = [str(n) for n, m in sizes.items() if n.size == m > SMALL_NUMBER]
+        why = ", as arguments of ops say some of its sizes: " if stay else ""
+        raise NotShrunk(
+            f"the small model is not small ({held:,} parameters on all ranks, "
+            f"{values:,} numbers made){why}{', '.join(stay)}"
+        )
 
 
 def _choose(
     plan: Plan,
     few: ChosenLayers,
-    splits: Mapping[int, frozenset[Split]],
     longest: frozenset[Bound],
     extents: Extents,
-    smallest: bool,
-) -> tuple[dict[str, int], dict[int, int]]:
+    orders: Sequence[Order],
+) -> tuple[dict[str, int], dict[Extent, int]]:
     """(ranks of each axis, small extents): on the fewest ranks for which there are
     some; with the longest dims still the longest, and windows less than what they are
     of, if there are. Raises NotShrunk."""
-    products, problem = extents.products(splits), None
-    meshes = [*islice(small_sizes(plan, few, splits, extents.fixed), MESHES)]
+    problem = None
+    split = [*extents.sizes, *extents.products.values()]
+    meshes = [*islice(small_sizes(plan, few, split), MESHES)]
     windows = extents.most | extents.windows
     ways = dict.fromkeys((windows | longest, windows, extents.most))
     for most, axes in product(ways, meshes):
         large = {axis: plan.size(axis) for axis in axes}
-        known = extents.sizes, extents.sums, extents.fixed, splits, large, axes
+        known = extents.sizes, extents.sums, large, axes, extents.products
         try:
-            return axes, choose_sizes(*known, products, most, smallest)
+            return axes, choose_sizes(*known, most, orders)
         except NotShrunk as error:
             problem = problem or error
     assert problem is not None, "there is a small mesh"

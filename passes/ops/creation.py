@@ -25,8 +25,15 @@ CORNER = "... m! n! -> ... m! n!"
 OPS = (
     *_sized("size dtype", "empty", "ones", "zeros"),
     *_sized("size fill_value dtype", "full", shrunk=shrunk.filled),
-    *_sized("self size dtype", "new_empty", "new_ones", "new_zeros"),
-    *_sized("self size fill_value dtype", "new_full", shrunk=shrunk.filled),
+    *_sized(
+        "self size dtype", "new_empty", "new_ones", "new_zeros", extents=extents.apart
+    ),
+    *_sized(
+        "self size fill_value dtype",
+        "new_full",
+        shrunk=shrunk.filled,
+        extents=extents.apart,
+    ),
     *_like("self dtype", "empty_like", "ones_like", "zeros_like"),
     *_like("self fill_value dtype", "full_like", shrunk=shrunk.filled),
     Op("aten.arange", "start end step dtype", counts=True, shrunk=shrunk.arange),

@@ -93,6 +93,16 @@ def indexed(at: Unite, node: Node) -> None:
             if n != 1:
                 place = first + rank - len(i.shape) + d
                 at.atoms.unify(at.tensors[i.name][d], out[place])
+    for d in indexing:
+        _count(at, indices[d], x, d)
+
+
+def _count(at: Unite, index: Value, x: Value, dim: int) -> None:
+    """An index that counts up as far as the dim goes counts what is along it."""
+    if at.computed.get(index.name) is False:
+        for own, n in zip(at.tensors[index.name], index.shape, strict=True):
+            if n == x.shape[dim] != 1:
+                at.atoms.unify(own, at.tensors[x.name][dim])
 
 
 def selected_rows(at: Unite, node: Node) -> None:
@@ -101,6 +111,7 @@ def selected_rows(at: Unite, node: Node) -> None:
     for d in range(len(x.shape)):
         other = at.tensors[x.name][d] if d != dim else at.tensors[index.name][0]
         at.atoms.unify(other, at.tensors[node.out.name][d])
+    _count(at, index, x, dim)
 
 
 def attention(at: Unite, node: Node) -> None:
@@ -154,6 +165,7 @@ def looked_up(at: Unite, node: Node) -> None:
     table, index = node.operands[:2]
     if at.computed.get(index.name):
         at.fixed += at.tensors[table.name][0]
+    _count(at, index, table, 0)
 
 
 def linear(at: Unite, node: Node) -> None:
@@ -197,6 +209,10 @@ def convolved(at: Unite, node: Node) -> None:
 def aligned(at: Unite, node: Node) -> None:
     """Dims that stand at one place from the right are the same."""
     at.align(node)
+
+
+def apart(at: Unite, node: Node) -> None:
+    """new_zeros: of sizes that are its own; an operand tells the dtype alone."""
 
 
 def pieces(at: Unite, node: Node) -> None:

@@ -82,8 +82,9 @@ class Small(Protocol):
 
     compared: dict[int, int]
 
-    def number(self, n: int) -> int:
-        """A number that is compared with positions: its place among the sizes."""
+    def number(self, n: int, near: Value) -> int:
+        """A number that is compared with positions: its place among the sizes, those of
+        a value first."""
 
     def leading(self, name: str, dim: int, n: int) -> int:
         """What becomes of the first factors of a value's dim, whose product is n."""

@@ -40,7 +40,7 @@ def arange(at: Small, node: Node, new: Node) -> Node:
         return new.with_args(end=type(node.arg("end"))(count))
     start, step = node.arg("start"), node.arg("step") or 1
     if isinstance(start, int):
-        start = at.number(start)
+        start = at.number(start, node.out)
     return new.with_args(start=start, end=start + count * step)
 
 
@@ -71,7 +71,7 @@ def comparison(at: Small, node: Node, new: Node) -> Node:
     whole = isinstance(x, Value) and not x.dtype.is_floating_point
     if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
         return new
-    return new.with_args(other=at.number(other))
+    return new.with_args(other=at.number(other, node.out))
 
 
 def quotient(at: Small, node: Node, new: Node) -> Node:
@@ -92,7 +92,11 @@ def filled(at: Small, node: Node, new: Node) -> Node:
         return new
     written = {n: node.arg(n) for n in ("fill_value", "value", "self", "other")}
     return new.with_args(
-        **{n: at.number(x) for n, x in written.items() if type(x) is int and x > 0}
+        **{
+            n: at.number(x, node.out)
+            for n, x in written.items()
+            if type(x) is int and x > 0
+        }
     )
 
 

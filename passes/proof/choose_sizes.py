@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 
 from ..errors import AutoparError
-from ..proof.extents import MARGIN, Bound, Product, Sum
+from ..proof.extents import MARGIN, Bound, Extent, Product, Sum
 
-# Axes that split an extent, outermost first.
-Split = tuple[str, ...]
 # Choices tried before sizes are given up as contradicting each other.
 TRIES = 20_000
 
@@ -32,10 +31,21 @@ class NotShrunk(AutoparError):
         *,
         source: str = "",
         fix: str = "",
-        extents: frozenset[int] = frozenset(),
+        extents: frozenset[Extent] = frozenset(),
     ) -> None:
         super().__init__(message, source=source, fix=fix)
         self.extents = extents
+
+
+class Order(Enum):
+    """Whether what is larger stays larger: always, wherever it can, or not, but what is
+    different stays so where it can, or not even that: all as small as they can be."""
+
+    KEPT, TRIED, DIFFERENT, NONE = range(4)
+
+
+# Extents of one size may mean different things, and want what no order allows.
+WHERE_POSSIBLE = (Order.KEPT, Order.TRIED)
 
 
 @dataclass(frozen=True)
@@ -52,55 +62,38 @@ class Divides:
 
 
 def choose_sizes(
-    sizes: Sequence[int],
-    sums: Sequence[Sum],
-    fixed: frozenset[int],
-    splits: Mapping[int, frozenset[Split]],
+    sizes: Sequence[Extent],
+    sums: Sequence[Sum[Extent]],
     large: Mapping[str, int],
     small: Mapping[str, int],
-    products: Collection[Product] = (),
+    products: Mapping[Product, Extent] = MappingProxyType({}),
     most: Collection[Bound] = (),
-    smallest: bool = False,
-) -> dict[int, int]:
-    """Size -> small size.
+    orders: Sequence[Order] = WHERE_POSSIBLE,
+) -> dict[Extent, int]:
+    """Extent -> its small size.
 
-    sizes: ascending. splits: size -> the axes that split an extent of it, somewhere.
-    large, small: axis -> its ranks in the plan, and in the small one. products: sizes
-    that are split as one extent. most: what must hold between sizes.
-    smallest: each as small as it can be, even if a smaller one was fixed.
+    sizes: ascending. large, small: axis -> its ranks in the plan, and in the small one.
+    products: factors that are split as one extent. most: what must hold between sizes.
+    orders: the first of these in which there are some.
     Raises NotShrunk.
     """
-    allowed = {
-        n: Candidates(n, splits.get(n, frozenset()), large, small, n in fixed)
-        for n in sizes
-    }
-    whole = {p: Candidates(prod(p), splits[prod(p)], large, small) for p in products}
-    # Extents of one size may mean different things, and want what no order allows.
-    for order in (Order.NONE,) if smallest else (Order.KEPT, Order.TRIED):
+    allowed = {n: Candidates(n, large, small) for n in sizes}
+    whole = {p: Candidates(n, large, small) for p, n in products.items()}
+    for order in orders:
         solution = _Solver(list(sizes), sums, allowed, whole, order, most).solve()
         if solution is not None:
             return solution
     raise NotShrunk(f"no small sizes stand for {', '.join(map(str, sizes))} together")
 
 
-class Order(Enum):
-    """Whether what is larger stays larger: always, wherever it can, or anyhow."""
-
-    KEPT, TRIED, NONE = range(3)
-
-
 class Candidates:
     """What a size may become."""
 
     def __init__(
-        self,
-        size: int,
-        splits: frozenset[Split],
-        large: Mapping[str, int],
-        small: Mapping[str, int],
-        fixed: bool = False,
+        self, extent: Extent, large: Mapping[str, int], small: Mapping[str, int]
     ) -> None:
-        self.size, self.fixed = size, fixed or size <= MARGIN
+        size, splits = extent.size, extent.splits
+        self.size, self.fixed = size, extent.stays or size <= MARGIN
         # Nested axes divide what those before them left.
         prefixes = {s[: i + 1] for s in splits for i in range(len(s))}
         self.wanted = [
@@ -142,22 +135,22 @@ class _Solver:
     """Depth-first over the sizes, ascending; sums with one unknown decide it.
 
     Where the order is not kept, what no other size has become is tried before what one
-    has: few sizes become equal, not all.
+    has, but for sizes that stay: few sizes become equal, not all.
     """
 
-    sizes: list[int]
-    sums: Sequence[Sum]
-    allowed: Mapping[int, Candidates]
+    sizes: list[Extent]
+    sums: Sequence[Sum[Extent]]
+    allowed: Mapping[Extent, Candidates]
     products: Mapping[Product, Candidates]
     order: Order
     most: Collection[Bound] = ()
     tries: int = 0
 
-    def solve(self) -> dict[int, int] | None:
-        start = {n: n for n in self.sizes if self.allowed[n].fixed}
+    def solve(self) -> dict[Extent, int] | None:
+        start = {n: n.size for n in self.sizes if self.allowed[n].fixed}
         return self._extend(start)
 
-    def _extend(self, known: dict[int, int]) -> dict[int, int] | None:
+    def _extend(self, known: dict[Extent, int]) -> dict[Extent, int] | None:
         self.tries += 1
         if self.tries > TRIES:
             return None
@@ -179,7 +172,7 @@ class _Solver:
                 return solution
         return None
 
-    def _candidates(self, size: int, known: Mapping[int, int]) -> list[int]:
+    def _candidates(self, size: Extent, known: Mapping[Extent, int]) -> list[int]:
         allowed, below = self.allowed[size], [n for n in known if n < size]
         floors = (
             prod(known[n] for n in part) + gap
@@ -190,31 +183,34 @@ class _Solver:
         least = floor
         if below:
             nearest = max(below, key=lambda n: (known[n], n))
-            gap = size - nearest
+            gap = size.size - nearest.size
             least = max(floor, known[nearest] + (gap if gap <= MARGIN else 1))
-        candidates = list(allowed.above(least)) if self.order != Order.NONE else []
+        if self.order == Order.NONE:
+            return list(allowed.above(floor))
+        ordered = self.order != Order.DIFFERENT
+        candidates = list(allowed.above(least)) if ordered else []
         if self.order != Order.KEPT:
-            rest, others = {*allowed.above(floor)} - {*candidates}, {*known.values()}
+            rest = {*allowed.above(floor)} - {*candidates}
+            others = {m for n, m in known.items() if not self.allowed[n].fixed}
             candidates += sorted(rest, key=lambda n: (n in others, n))
         return candidates
 
-    def _settle(self, known: dict[int, int]) -> bool:
+    def _settle(self, known: dict[Extent, int]) -> bool:
         """Work out what sums decide; False if one cannot hold."""
         changed = True
         while changed:
             changed = False
             for one in self.sums:
-                factors = [one.whole, *one.parts]
-                unknown = {n for f in factors for n in f if n not in known}
+                unknown = one.factors - known.keys()
                 if len(unknown) > 1:
                     continue
                 if not unknown:
-                    if self._value(one, known) != 0:
+                    if one.rest(known) != 0:
                         return False
                     continue
                 (n,) = unknown
-                if not any(self._value(one, {**known, n: x}) for x in range(4)):
-                    continue  # it holds for any, as twice a size is that and itself
+                if not one.decides(n, known):
+                    continue
                 size = self._solve(one, n, known)
                 if size is None or size not in self.allowed[n]:
                     return False
@@ -222,26 +218,25 @@ class _Solver:
         return True
 
     @staticmethod
-    def _value(one: Sum, known: Mapping[int, int]) -> int:
-        def times(factors: tuple[int, ...]) -> int:
-            return prod(known[n] for n in factors)
-
-        return times(one.whole) - sum(map(times, one.parts)) - one.constant
-
-    def _solve(self, one: Sum, n: int, known: Mapping[int, int]) -> int | None:
+    def _solve(one: Sum[Extent], n: Extent, known: Mapping[Extent, int]) -> int | None:
         """A sum is linear in a size that no term has twice."""
-        at = [self._value(one, {**known, n: x}) for x in (0, 1, 2)]
+        at = [one.rest({**known, n: x}) for x in (0, 1, 2)]
         slope = at[1] - at[0]
         if at[2] - at[1] != slope or not slope or -at[0] % slope:
             return None
         return -at[0] // slope
 
-    def _ordered(self, known: Mapping[int, int]) -> bool:
+    def _ordered(self, known: Mapping[Extent, int]) -> bool:
         """Whether larger sizes are larger, as far as they must be."""
         for part, whole, gap in self.most:
             if all(n in known for n in (*part, *whole)):
                 sizes = (prod(known[n] for n in product) for product in (part, whole))
                 if next(sizes) + gap > next(sizes):
                     return False
-        chosen = [known[n] for n in self.sizes if n in known and n]
-        return self.order != Order.KEPT or all(a < b for a, b in pairwise(chosen))
+        if self.order != Order.KEPT:
+            return True
+        chosen: dict[int, list[int]] = {}
+        for n in self.sizes:
+            if n in known and n.size:
+                chosen.setdefault(n.size, []).append(known[n])
+        return all(max(a) < min(b) for a, b in pairwise(chosen.values()))

@@ -12,16 +12,16 @@ from math import prod
 from ..dims.name_dims import UNNAMED
 from ..graph import LAYER
 from ..program import ParameterSpec, Program, StageSpec
-from ..proof.extents import Product
+from ..proof.extents import Extent, Product, size_of
 
-Factors = tuple[Product, ...]
+Factors = tuple[tuple[int, ...], ...]  # of each dim
 PIECE = re.compile(r"\[(?::,)*\d+:\d+\]")
 
 
 def find_other_spec(
     large: Program,
     small: Program,
-    sizes: Mapping[int, int],
+    sizes: Mapping[Extent, int],
     factors: Mapping[str, Sequence[Product]],
 ) -> str | None:
     """The name of a parameter that is not as any of its kind in the small program, or
@@ -31,7 +31,7 @@ def find_other_spec(
     extent -> small extent. factors: parameters as named in the small program -> for
     each dim what extents it is a product of in the large one.
     """
-    pairs = frozenset(sizes.items())
+    pairs = pairs_of(sizes)
     known: dict[object, list[tuple[Factors, Factors | None]]] = {}
     for name, spec in small.tensors.items():
         grown = _grow(spec.factors, factors.get(name, ()), sizes)
@@ -64,6 +64,11 @@ Pairs = frozenset[tuple[int, int]]  # of sizes, and what these are when small
 NO_PAIRS: Pairs = frozenset()
 
 
+def pairs_of(sizes: Mapping[Extent, int]) -> Pairs:
+    """Sizes, and what these are when small: several, where some dims keep theirs."""
+    return frozenset((extent.size, small) for extent, small in sizes.items())
+
+
 @lru_cache(maxsize=1 << 16)
 def stands_for(small: int, large: int, pairs: Pairs) -> bool:
     """Whether a number is a product of small sizes where another is of large ones."""
@@ -94,7 +99,7 @@ def find_shares(sizes: Pairs, axes: Collection[tuple[int, int]]) -> Pairs:
 
 
 def _grow(
-    factors: Factors, dims: Sequence[Product], sizes: Mapping[int, int]
+    factors: Factors, dims: Sequence[Product], sizes: Mapping[Extent, int]
 ) -> Factors | None:
     """What small factors are of in the large program, by the extents of each dim there;
     None where these do not tell, as of a part of a parameter."""
@@ -102,12 +107,12 @@ def _grow(
     for own, extents in zip_longest(factors, dims, fillvalue=()):
         left, large = list(extents), []
         for factor in own:
-            here: list[int] = []
+            here: list[Extent] = []
             while left and prod(sizes[n] for n in here) < factor:
                 here.append(left.pop(0))
             if prod(sizes[n] for n in here) != factor:
                 return None
-            large.append(prod(here))
+            large.append(size_of(tuple(here)))
         grown.append(tuple(large))
     return tuple(grown)
 

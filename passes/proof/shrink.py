@@ -21,7 +21,7 @@ from ..graph import Graph, Node, Value, map_values, resolve
 from ..ops.op import op_of
 from ..ops.parts import comb_of, part_of, steps_in
 from ..proof.choose_sizes import NotShrunk
-from ..proof.extents import MARGIN, Extents
+from ..proof.extents import MARGIN, Extent, Extents
 
 # Numbers of at most this size in comparisons of positions are counts, not sizes.
 SMALL_NUMBER = 8
@@ -31,7 +31,7 @@ class Shrinker:
     """Rewrites a graph and tensors by a table of sizes."""
 
     def __init__(
-        self, extents: Extents, sizes: Mapping[int, int], counted: int = SMALL_NUMBER
+        self, extents: Extents, sizes: Mapping[Extent, int], counted: int = SMALL_NUMBER
     ) -> None:
         """counted: up to here, numbers that positions are compared with are counts."""
         self.extents, self.sizes, self.counted = extents, sizes, counted
@@ -79,9 +79,11 @@ class Shrinker:
         """The first of each factor of each dim; from the start again, where a factor is
         larger than it was."""
         factors = self.extents.factors[name]
-        x = large.reshape([n for dim in factors for n in dim])
-        for d, n in enumerate([n for dim in factors for n in dim]):
-            x = x.index_select(d, torch.arange(self.sizes[n], device=x.device) % n)
+        every = [n for dim in factors for n in dim]
+        x = large.reshape([n.size for n in every])
+        for d, n in enumerate(every):
+            kept = torch.arange(self.sizes[n], device=x.device) % n.size
+            x = x.index_select(d, kept)
         return x.reshape(self.shape(name)).clone()
 
     # --- nodes ----------------------------------------------------------------------
@@ -104,11 +106,12 @@ class Shrinker:
             return op.shrunk(self, node, new)
         return op.sizes(new) if op.sizes else new
 
-    def number(self, n: int) -> int:
-        """A number that is compared with positions: its place among the sizes."""
+    def number(self, n: int, near: Value) -> int:
+        """A number that is compared with positions: its place among the sizes, those of
+        a value first."""
         if abs(n) <= self.counted:
             return n
-        self.compared[abs(n)] = self._place(abs(n))
+        self.compared[abs(n)] = self._place(abs(n), near)
         return self.compared[abs(n)] * (1 if n > 0 else -1)
 
     def leading(self, name: str, dim: int, n: int) -> int:
@@ -116,7 +119,7 @@ class Shrinker:
         large = small = 1
         for factor in self.extents.factors[name][dim]:
             if large < n:
-                large, small = large * factor, small * self.sizes[factor]
+                large, small = large * factor.size, small * self.sizes[factor]
         return small
 
     def trailing(self, name: str, dim: int, n: int) -> int | None:
@@ -124,19 +127,21 @@ class Shrinker:
         large = small = 1
         for factor in reversed(self.extents.factors[name][dim]):
             if large < n:
-                large, small = large * factor, small * self.sizes[factor]
+                large, small = large * factor.size, small * self.sizes[factor]
         return small if large == n else None
 
-    def _place(self, n: int) -> int:
-        known = sorted(self.sizes)
-        if n in self.sizes:
-            return self.sizes[n]
-        below = max((k for k in known if k < n), default=0)
-        above = min((k for k in known if k > n), default=0)
+    def _place(self, n: int, near: Value) -> int:
+        here = [e for dim in self.extents.factors[near.name] for e in dim]
+        # Where several have a size, some of them stay: it is one that does not.
+        places = {e.size: self.sizes[e] for e in (*sorted(self.sizes)[::-1], *here)}
+        if n in places:
+            return places[n]
+        below = max((k for k in places if k < n), default=0)
+        above = min((k for k in places if k > n), default=0)
+        low = places.get(below, 0)
         if not above:
-            return self.sizes.get(below, 0) + n - below
-        low, high = self.sizes.get(below, 0), self.sizes[above]
-        return low + (n - below) * (high - low) // (above - below)
+            return low + n - below
+        return low + (n - below) * (places[above] - low) // (above - below)
 
     def _cut(self, node: Node, new: Node) -> Node:
         slice_ = part_of(node)
@@ -202,5 +207,7 @@ class Shrinker:
         return NotShrunk(
             f"'{new}' does not follow from small sizes ({problem})",
             source=str(new.location),
-            extents=frozenset(n for v, d in dims for n in factors[v.name][d]),
+            extents=frozenset(
+                n for v, d in dims for n in factors[v.name][d] if not n.stays
+            ),
         )

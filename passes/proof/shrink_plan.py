@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf, prod
 from typing import TypeVar
 
+from ..dims.name_dims import Dim
 from ..mesh import PIPELINE, TIME, Mesh
 from ..plan import Plan
-from ..proof.choose_sizes import Candidates, Split
-from ..proof.extents import Bound
+from ..proof.choose_sizes import Candidates
+from ..proof.extents import Bound, Extent, Extents, Split
 from ..shard.propagate import Sharded
 from ..shard.ring import has_rings
 
@@ -98,18 +99,14 @@ def small_mesh(plan: Plan, sizes: Mapping[str, int]) -> Mesh:
 
 
 def small_sizes(
-    plan: Plan,
-    few: ChosenLayers | None,
-    splits: Mapping[int, frozenset[Split]],
-    fixed: frozenset[int] = frozenset(),
+    plan: Plan, few: ChosenLayers | None, extents: Collection[Extent]
 ) -> Iterator[dict[str, int]]:
     """Axis -> its ranks in a small plan; of time its microbatches. The smallest first,
     for what extents are together may need more ranks than each of them does.
 
-    splits: size -> the axes that split an extent of it. An extent that gives less than
-    one to each rank still does; one that is too small to be made smaller divides as it
-    did. fixed: sizes that stay: they do so too, if that takes no more than `AS_FIXED`
-    times the ranks.
+    An extent that gives less than one to each rank still does; one that is too small to
+    be made smaller divides as it did. Those that stay do so too, if that takes no more
+    than `AS_FIXED` times the ranks.
     """
     sizes = {axis: _few(plan, axis) for axis, _ in plan.mesh.axes}
     if few is not None and few.path:
@@ -118,8 +115,9 @@ def small_sizes(
         sizes[PIPELINE] = plan.mesh.pipeline_ranks
     sizes[TIME] = _microbatches(plan, sizes.get(PIPELINE, 1))
     most, fitted = AS_FIXED * prod(sizes.values()), False
-    for own, ranks in ((fixed, most), (frozenset[int](), inf)):
-        for fitting in () if fitted else _fit(plan, sizes, splits, own, ranks):
+    free = [extent._replace(stays=False) for extent in extents]
+    for own, ranks in ((extents, most), (free, inf)):
+        for fitting in () if fitted else _fit(plan, sizes, own, ranks):
             fitted = True
             yield fitting
     if not fitted:
@@ -135,8 +133,7 @@ def _few(plan: Plan, axis: str) -> int:
 def _fit(
     plan: Plan,
     least: dict[str, int],
-    splits: Mapping[int, frozenset[Split]],
-    fixed: frozenset[int],
+    extents: Collection[Extent],
     most: float,
 ) -> Iterator[dict[str, int]]:
     """Ranks, at least so many, over which each extent can divide as it does, over all
@@ -145,19 +142,16 @@ def _fit(
     large = {axis: plan.size(axis) for axis in axes}
     waiting = [(prod(least.values()), *least.values())]
     known = {*waiting}
-    splitting = {axis for own in splits.values() for split in own for axis in split}
+    splitting = {axis for own in extents for split in own.splits for axis in split}
     for _ in range(TRIES):
         if not waiting:
             break
         sizes = dict(zip(axes, heappop(waiting)[1:], strict=True))
-        ways = (
-            (n, Candidates(n, splits[n], large, sizes, n in fixed))
-            for n in sorted(splits)
-        )
+        ways = ((n, Candidates(n, large, sizes)) for n in sorted(extents) if n.splits)
         odd = next((n for n, how in ways if not how.possible), None)
         if odd is None:
             yield sizes
-        more_of = {a for s in splits[odd] for a in s} if odd is not None else splitting
+        more_of = {a for s in odd.splits for a in s} if odd is not None else splitting
         for axis in more_of:
             more = {**sizes, axis: sizes[axis] + 1}
             one = (prod(more.values()), *more.values())
@@ -179,11 +173,11 @@ def _microbatches(plan: Plan, pp: int) -> int:
     return min(m, pp if m <= large else pp + 1)
 
 
-def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
-    """Extent of a named dim -> the axes that split it in some value, or that could have
-    done so: how it divides decides whether they do."""
+def find_splits(sharded: Sharded) -> dict[Dim, frozenset[Split]]:
+    """Named dim -> the axes that split it in some value, or that could have done so:
+    how it divides decides whether they do."""
     named, plan = sharded.named, sharded.plan
-    splits_of: dict[int, set[Split]] = {}
+    splits_of: dict[Dim, set[Split]] = {}
     lies = [(n.name, sharded.states[n.name]) for n in named.graph.sources]
     for node, needs in zip(named.graph.nodes, sharded.needs, strict=True):
         lies += [(v.name, sharded.states[v.name]) for v in node.results]
@@ -196,23 +190,28 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
     for name, sharding in lies:
         for dim, slots in zip(named.dims[name], sharding.slots, strict=True):
             for d, axes in zip(dim, slots, strict=True):
-                own = splits_of.setdefault(d.size, set())
+                own = splits_of.setdefault(d, set())
                 own.add(axes)
                 own |= {(axis,) for axis in plan.axes if d.name in wanted[axis]}
                 if name in held:  # see `split_parameter`
                     rest = [a for a in plan.parameter_axes if a not in axes]
                     own |= {(*axes, axis) for axis in rest}
-    return {n: frozenset(s for s in splits if s) for n, splits in splits_of.items()}
+    return {d: frozenset(s for s in splits if s) for d, splits in splits_of.items()}
 
 
-def find_longest(sharded: Sharded) -> frozenset[Bound]:
+def find_longest(sharded: Sharded, extents: Extents) -> frozenset[Bound]:
     """Extents of a parameter's dims are at most the longest of them: which that is
     decides what `split_parameter` splits."""
-    named, bounds = sharded.named, set[Bound]()
+    named, pairs = sharded.named, set[tuple[int, int]]()
     for v in named.graph.params if sharded.plan.parameter_axes else ():
         sizes = [d.size for dim in named.dims[v.name] for d in dim]
-        bounds |= {Bound((n,), (max(sizes),)) for n in sizes if n < max(sizes)}
-    return frozenset(bounds)
+        pairs |= {(n, max(sizes)) for n in sizes if n < max(sizes)}
+    return frozenset(
+        Bound((part,), (whole,))
+        for n, most in pairs
+        for part in extents.of_size(n)
+        for whole in extents.of_size(most)
+    )
 
 
 def shrink_plan(plan: Plan, few: ChosenLayers, sizes: Mapping[str, int]) -> Plan:

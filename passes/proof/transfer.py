@@ -19,10 +19,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from ..proof.extents import Extent
 from ..proof.find_dims import find_dims
 from ..proof.layer_uses import find_out_of_turn
 from ..proof.read_text import Counts, Number, Statement, read_module
-from ..proof.same_specs import NO_PAIRS, Pairs, find_shares, stands_for
+from ..proof.same_specs import NO_PAIRS, Pairs, find_shares, pairs_of, stands_for
 from ..proof.shrink_plan import StageLayers
 
 SHOWN = 160  # characters of a statement in an error
@@ -57,13 +58,13 @@ class Sizes:
     @classmethod
     def of(
         cls,
-        extents: Mapping[int, int],
+        extents: Mapping[Extent, int],
         axes: Collection[tuple[int, int]],
         positions: Pairs = NO_PAIRS,
     ) -> Sizes:
         """axes: ranks of each, and how many these are in the small program. positions:
         where dims are cut."""
-        own = frozenset(extents.items())
+        own = pairs_of(extents)
         return cls(own, find_shares(own | positions, axes))
 
 
