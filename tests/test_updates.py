@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -327,6 +328,10 @@ def test_gradients_of_shards_are_tensors_but_for_their_norms() -> None:
         lambda: grad.view(-1) @ grad.view(-1),
         lambda: torch.inner(grad.flatten(), grad.flatten()),
         lambda: torch.cosine_similarity(grad.flatten(), x.flatten(), 0),
+        lambda: grad.detach().cpu().numpy(),
+        lambda: grad.abs().tolist(),
+        lambda: np.asarray(grad),
+        lambda: torch.histc(grad, 10),
     ]
     for norm in norms:
         with pytest.raises(AutoparError, match=r"step\.clip_grad_norm_\(max_norm\)"):

@@ -22,6 +22,13 @@ NORMS = frozenset(
         Tensor.dot,
     }
 )
+# What hands all of it on as if it were whole.
+TAKES = frozenset(
+    {
+        *(Tensor.numpy, Tensor.tolist, Tensor.__array__),
+        *(torch.histc, Tensor.histc, torch.histogram, Tensor.histogram),
+    }
+)
 # What picks an element out of them, and asks nothing of all.
 PICKS = frozenset({Tensor.__getitem__, torch.select, Tensor.select})
 # What norms are written with by hand: element by element, of rows, or of several
@@ -40,6 +47,7 @@ STEPS = frozenset(
         *(torch.cat, torch.stack, torch.concat, torch.hstack),
         *(Tensor.__pow__, Tensor.__mul__, Tensor.__rmul__, Tensor.__invert__),
         *(Tensor.detach, Tensor.float, Tensor.double, Tensor.to, Tensor.view),
+        *(Tensor.cpu, Tensor.contiguous, Tensor.view_as, Tensor.reshape_as),
         Tensor.data.__get__,
     }
 )
@@ -55,7 +63,8 @@ class ShardGradient(Tensor):
     Everything is computed as with that one, except norms, also those that are written
     by hand, and what else makes one number of all elements, which is refused: the norm
     of a part is not that of the whole, and ranks that clip by norms of their own, or
-    skip a step because of a NaN of their own, drift apart.
+    skip a step because of a NaN of their own, drift apart. So are histograms, and what
+    hands all elements to NumPy or Python.
     """
 
     @classmethod
@@ -67,10 +76,11 @@ class ShardGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            result = None if func in NORMS else func(*args, **(kwargs or {}))
+            refused = func in NORMS or func in TAKES
+            result = None if refused else func(*args, **(kwargs or {}))
             is_number = isinstance(result, Tensor) and not result.ndim
             parts = (x.ndim for x in args if isinstance(x, cls))
-            if func in NORMS or (is_number and func not in PICKS and any(parts)):
+            if refused or (is_number and func not in PICKS and any(parts)):
                 raise ShardError(
                     f"the {func.__name__} of what this rank holds is not that of the "
                     "gradients: other ranks hold other parts of them",
@@ -78,7 +88,7 @@ class ShardGradient(Tensor):
                     "norm of all gradients, before; it changes nothing with "
                     "float('inf'), and is not finite where a gradient is not. Of each "
                     "parameter's gradient: step.gradient_norms(); of the part: "
-                    "p.grad.as_subclass(torch.Tensor).norm()",
+                    "p.grad.as_subclass(torch.Tensor)",
                 )
             if func in STEPS and isinstance(result, Tensor):
                 return result.as_subclass(cls)
