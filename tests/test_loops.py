@@ -37,7 +37,7 @@ def test_a_loop_carries_gives_and_varies() -> None:
     (carried,), (scanned,) = loop.carried, loop.scanned
     assert carried.first.name == "x_0" and carried.next == loop.body[1].out
     assert [v.name for v in scanned.values] == [f"blocks.+{i}.w" for i in range(4)]
-    assert loop.body[1].args[1] == Varying((0.0, 0.5, 1.0, 1.5))
+    assert loop.body[1].args[1] == Varying((0.0, 0.5, 1.0, 1.5), (0, 1, 2, 3))
 
 
 SINES = """

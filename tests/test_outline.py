@@ -263,6 +263,54 @@ def test_layers_that_repeat_in_threes_compute_what_the_model_does() -> None:
     case.verify("dp=2,pp=2", 2, zero=1)
 
 
+class Uneven(nn.Module):
+    """The first layers stand apart, every fourth has a parameter more, and the turns do
+    not come out even. keeps: these read what the last one of them has made."""
+
+    def __init__(self, count: int, keeps: bool) -> None:
+        super().__init__()
+        self.embed, self.keeps = nn.Embedding(12, 8), keeps
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(8, width) for width in self.widths(i))
+            for i in range(count)
+        )
+
+    @staticmethod
+    def widths(i: int) -> list[int]:
+        return [8, 24] if i < 2 else [8, 8] if i % 4 == 3 else [8]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = kept = self.embed(ids)
+        for first, *more in self.layers:
+            y = torch.tanh(first(x))
+            for wide in more:
+                if wide.out_features == 24:
+                    y = wide(y).sin().unflatten(-1, (3, 8)).sum(-2)
+                else:
+                    y = wide(torch.erf(y) * kept.cos())
+                    kept = y if self.keeps else kept
+            x = x + torch.sigmoid(y)
+        return x.square().mean()
+
+
+UNEVEN = [
+    ("tp=2", True, {}),
+    ("dp=2,pp=2", True, {"zero": 1, "cuts": ("layers.7",)}),
+    ("dp=2", False, {"zero": 1, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "keeps", "options"), UNEVEN)
+def test_layers_that_are_not_all_alike_are_one_loop(mesh, keeps, options) -> None:
+    def case(count: int) -> Case:
+        return Case(Uneven(count, keeps), {"ids": torch.randint(12, (4, 6))})
+
+    few, some, many = (case(n).compile(mesh, 2, **options) for n in (18, 22, 30))
+    assert lines(few) == lines(some) == lines(many)
+    assert longest(few) == longest(many), "no line lists the layers"
+    case(14).double().verify(mesh, 2, **options)
+
+
 def test_the_first_layer_of_a_later_stage_is_of_the_loop() -> None:
     """What it receives stays, so that its sum is written over the other operand."""
     program = plain_gpt(layers=8).compile("pp=2", 2)

@@ -147,7 +147,7 @@ class _Emitter:
                 for scanned in loop.scanned:  # or gradients of these
                     own = [wholes.get(v.name, v.name) for v in scanned.values]
                     if self.keys.made.issuperset(own) and len({*own}) == len(own):
-                        names = dict(enumerate(own, scanned.start))
+                        names = dict(zip(scanned.times, own, strict=True))
                         self.keys.name_family(own[0], loop, names)
 
     def once(

@@ -13,22 +13,23 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..graph import LAYER, Node, Value
-from ..stage.loop import Carried, Item, Loop
+from ..stage.loop import Carried, Item, Loop, Scanned, series
 from ..stage.loops import without_ends
 
 
 @dataclass(eq=False)
 class Rows:
     """What one reader takes of a loop. values: of the loop's body, or what it carries.
-    source, reader: numbers of the parts that write and read them. iterations: of the
-    source that are read. shift: (iteration of the source that the reader's first one
-    takes, step); None: the reader is no loop."""
+    source, reader: numbers of the parts that write and read them. times: iterations of
+    the source that have them. iterations: those that are read. shift: (iteration of the
+    source that the reader's first one takes, step); None: the reader is no loop."""
 
     loop: Loop
     source: int
     reader: int
     into: Loop | None
     shift: tuple[int, int] | None
+    times: frozenset[int]
     values: dict[str, Value] = field(default_factory=dict)
     iterations: set[int] = field(default_factory=set)
 
@@ -37,11 +38,22 @@ class Rows:
         as they are made."""
         there = (c.value for c in self.loop.carried)
         made = (v for node in self.loop.body for v in node.results)
-        return [v for v in (there if carried else made) if v.name in self.values]
+        every = dict.fromkeys(there if carried else made)
+        return [v for v in every if v.name in self.values]
 
     @property
     def all(self) -> list[Value]:
         return [*self.row(carried=True), *self.row(carried=False)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows in which some iterations of a loop find what they are given, and what is it
+    in the loop that made it. times: these iterations."""
+
+    rows: Rows
+    value: Value
+    times: tuple[int, ...]
 
 
 @dataclass
@@ -106,23 +118,21 @@ def _reading_rows(loop: Loop, before: Sequence[Part]) -> tuple[int, int]:
         usual = Counter(one for own in makers for one in own).most_common(1)
         if not usual:
             continue
-        those = [t for t, own in enumerate(makers) if usual[0][0] in own]
-        begin, end = max(begin, those[0]), min(end, those[-1] + 1)
+        times = scanned.times
+        those = [t for t, own in zip(times, makers, strict=True) if usual[0][0] in own]
+        begin = max(begin, those[0]) if those[0] > times[0] else begin
+        end = min(end, those[-1] + 1) if those[-1] < times[-1] else end
     return (begin, end) if end - begin > 1 else (0, loop.count)
 
 
 def _entering(loop: Loop, one: Carried) -> list[Value | None]:
     """What each iteration is handed by the one before; None for nothing."""
-    (at,) = (
-        (o, j)
-        for o, node in enumerate(loop.body)
-        for j, v in enumerate(node.outs)
-        if v == one.next
-    )
-    entering = [one.first]
-    for row in loop.rows[:-1]:
-        node = row[at[0]]
-        entering.append(node.outs[at[1]] if node is not None else None)
+    entering: list[Value | None] = [one.first, *[None] * (loop.count - 1)]
+    for o in loop.makers[one.next.name]:
+        j = loop.body[o].outs.index(one.next)
+        for t, row in enumerate(loop.rows[:-1]):
+            if (node := row[o]) is not None:
+                entering[t + 1] = node.outs[j]
     return entering
 
 
@@ -141,8 +151,9 @@ class HandOver:
     ) -> None:
         self.parts, self.tables, self.same = parts, tables, same
         self.rows: list[Rows] = []
-        # (part, id of a loop, name of what is given) -> where it is found.
-        self.rows_of: dict[tuple[int, int, str], tuple[Rows, Value]] = {}
+        self.over: set[int] = set()  # ids of loops that run before the one at hand
+        # (part, id of a loop, name of what is given) -> where some iterations find it.
+        self.rows_of: dict[tuple[int, int, str], list[Source]] = {}
         # (part, name of a value) -> where a straight reader finds it.
         self.singles: dict[tuple[int, str], tuple[Rows, Value, int]] = {}
         for number, part in enumerate(parts):
@@ -152,6 +163,7 @@ class HandOver:
                         self._read(number, v)
                 else:
                     self._read_loop(number, item)
+                    self.over.add(id(item))
             for v in part.results:
                 self._read(number, v)
 
@@ -183,12 +195,10 @@ class HandOver:
             texts = [self.tables.get(v.name) for v in scanned.values]
             if all(text is not None for text in texts):
                 continue
-            where = self._rows_of(number, loop, scanned.values)
-            if where is None:
-                for v in scanned.values:
-                    self._read(number, v)
-            else:
-                self.rows_of[number, id(loop), scanned.value.name] = where
+            key = number, id(loop), scanned.value.name
+            self.rows_of[key] = self._rows_of(number, loop, scanned)
+            for v in self.parts_of(number, loop, scanned)[1].values():
+                self._read(number, v)
 
     def _read(self, number: int, v: Value) -> None:
         """Read by name: of what a loop makes, the last iteration's still has one."""
@@ -199,7 +209,8 @@ class HandOver:
             if v.name in part.instances:
                 loop, inner, t = part.instances[v.name]
                 if t < loop.count - 1:
-                    rows = self._rows(loop, source, number, None, None)
+                    times = frozenset(loop.times_of(inner.name))
+                    rows = self._rows(loop, source, number, None, None, times)
                     rows.values[inner.name] = inner
                     rows.iterations.add(t)
                     self.singles[number, v.name] = rows, inner, t
@@ -209,33 +220,41 @@ class HandOver:
         for between in range(source, number + 1):
             self.parts[between].read[v.name] = v
 
-    def _rows_of(
-        self, number: int, reader: Loop, values: Sequence[Value]
-    ) -> tuple[Rows, Value] | None:
-        """Where an earlier loop made what a loop is given."""
-        for source in range(number, -1, -1):
-            part = self.parts[source]
-            for loop, inner, first in self.identities(part, values[0]):
-                seconds = self.identities(part, values[1])
-                for other, same, second in seconds:
-                    if other is not loop or same != inner or loop is reader:
-                        continue
-                    shift = first, second - first
-                    ways = [
-                        (loop, inner, first + t * (second - first))
-                        for t in range(len(values))
-                    ]
-                    if shift[1] and all(
-                        any(_same(way, own) for own in self.identities(part, v))
-                        for v, way in zip(values, ways, strict=True)
-                    ):
-                        rows = self._rows(loop, source, number, reader, shift)
-                        rows.values[inner.name] = inner
-                        rows.iterations.update(t for _, _, t in ways)
-                        return rows, inner
-            if values[0].name in part.made:
-                return None
-        return None
+    def parts_of(
+        self, number: int, loop: Loop, scanned: Scanned
+    ) -> tuple[list[Source], dict[int, Value]]:
+        """Where iterations find what they are given: what others take from rows, and by
+        its own name, what is in none."""
+        sources = self.rows_of.get((number, id(loop), scanned.value.name), [])
+        kept = {t for source in sources for t in source.times}
+        own = zip(scanned.times, scanned.values, strict=True)
+        return sources, {t: v for t, v in own if t not in kept}
+
+    def _rows_of(self, number: int, reader: Loop, scanned: Scanned) -> list[Source]:
+        """Where earlier loops made what a loop is given."""
+        places: dict[tuple[int, int, str], dict[int, tuple[Loop, Value, int]]] = {}
+        for t, v in zip(scanned.times, scanned.values, strict=True):
+            for source in range(number, -1, -1):
+                for place in self.identities(self.parts[source], v):
+                    if id(place[0]) in self.over:
+                        key = source, id(place[0]), place[1].name
+                        places.setdefault(key, {})[t] = place
+                if v.name in self.parts[source].made:
+                    break
+        left, sources = {*scanned.times}, list[Source]()
+        most = sorted(places.items(), key=lambda one: _suits(reader, one[1]))
+        for (source, _, _), each in most:
+            times = [t for t in each if t in left]
+            loop, inner, _ = next(iter(each.values()))
+            ways = [each[t][2] for t in times]
+            shift = _shift(loop, reader, times, ways)
+            if shift is not None:
+                rows = self._rows(loop, source, number, reader, shift, frozenset(ways))
+                rows.values[inner.name] = inner
+                rows.iterations.update(ways)
+                sources.append(Source(rows, inner, tuple(times)))
+                left -= {*times}
+        return sources
 
     @staticmethod
     def identities(part: Part, v: Value) -> Iterator[tuple[Loop, Value, int]]:
@@ -250,14 +269,38 @@ class HandOver:
         number: int,
         reader: Loop | None,
         shift: tuple[int, int] | None,
+        times: frozenset[int],
     ) -> Rows:
         for rows in self.rows:
             same = rows.loop is loop and rows.into is reader and rows.shift == shift
-            if same and rows.reader == number:
+            if same and rows.reader == number and rows.times == times:
                 return rows
-        self.rows.append(Rows(loop, source, number, reader, shift))
+        self.rows.append(Rows(loop, source, number, reader, shift, times))
         return self.rows[-1]
 
 
-def _same(a: tuple[Loop, Value, int], b: tuple[Loop, Value, int]) -> bool:
-    return a[0] is b[0] and a[1:] == b[1:]
+def _suits(
+    reader: Loop, each: Mapping[int, tuple[Loop, Value, int]]
+) -> tuple[int, int]:
+    """Lowest for what most iterations find, and of their own layer."""
+    first, step = reader.index
+    apart = 0
+    for t, (loop, _, at) in each.items():
+        begin, by = loop.index
+        apart += begin + by * at != first + step * t
+    return -len(each), apart
+
+
+def _shift(
+    loop: Loop, reader: Loop, times: Sequence[int], ways: Sequence[int]
+) -> tuple[int, int] | None:
+    """(first, step) of the iterations of a loop that those of its reader take; None if
+    they are at no even distances."""
+    if not times:
+        return None
+    if len(times) > 1:
+        shift = series(ways, times)
+    else:  # of the same layer
+        step, rest = divmod(reader.index[1], loop.index[1])
+        shift = None if rest else (ways[0] - step * times[0], step)
+    return shift if shift and shift[1] else None

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from ..builder import unused
 from ..graph import LAYER, Node
 from ..stage.local_stage import LocalStage
-from ..stage.loop import Loop, series
+from ..stage.loop import Loop
 
 PIECE = re.compile(r"\[[^\]]*\]")  # where a piece of a weight lies, in its name
 
@@ -51,6 +51,8 @@ class Keys:
         is called where it is of no layers."""
         keys = self.by_layer(list(names.values()))
         known = [name for name in names.values() if name in self.of]
+        if keys is None and len(names) == 1:
+            return
         if keys is None:
             first, step = loop.index
             if known:
@@ -66,13 +68,12 @@ class Keys:
                 self.of |= new
 
     def by_layer(self, names: Sequence[str]) -> dict[str, str] | None:
-        """Keys of what is the same in several layers at even distances, if it is."""
+        """Keys of what is the same in several layers, if it is."""
         places = [self.places[name] for name in names if name in self.places]
         kinds, numbers = {kind for kind, _ in places}, [n for _, n in places]
         if len(places) < len(names) or len(kinds) > 1:
             return None
-        line = series(numbers) if len(numbers) > 1 else (numbers[0], 1)
-        if line is None or not line[1]:
+        if len({*numbers}) < len(numbers):
             return None
         kind = kinds.pop()
         if kind not in self.kinds:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..graph import Node, Value
 
 
 @dataclass(frozen=True)
 class Varying:
-    """A constant that each iteration has its own of. start: the first that has one."""
+    """A constant that each of some iterations has its own of. times: these."""
 
     values: tuple[int | float, ...]
-    start: int = 0
+    times: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Carried:
 
 @dataclass(frozen=True)
 class Scanned:
-    """A value from outside that each iteration has its own of, from `start` on. value:
-    its name in the body."""
+    """A value from outside that each of some iterations has its own of. value: its name
+    in the body. times: these iterations."""
 
     value: Value
     values: tuple[Value, ...]
-    start: int = 0
+    times: tuple[int, ...]
 
 
 Row = tuple[Node | None, ...]
@@ -45,10 +46,12 @@ Row = tuple[Node | None, ...]
 class Loop:
     """Nodes that repeat.
 
-    rows: the nodes themselves, by iteration; None where an iteration does without: the
-    first or the last one may. body: nodes that read what is `carried` and `scanned` by
-    the names that these have there, and constants that vary as `Varying`. layer:
-    (first, step): the number of the layer that an iteration is about.
+    rows: the nodes themselves, by iteration; None where an iteration does without.
+    body: nodes that read what is `carried` and `scanned` by the names that these have
+    there, and constants that vary as `Varying`; what some iterations make by one node,
+    and others by another, has one name. layer: (first, step): the number of the layer
+    that an iteration is about. lasting: names of what stays for iterations after the
+    next, until it is made again.
     """
 
     rows: tuple[Row, ...]
@@ -56,6 +59,7 @@ class Loop:
     carried: tuple[Carried, ...]
     scanned: tuple[Scanned, ...]
     layer: tuple[int, int]
+    lasting: frozenset[str] = frozenset()
 
     @property
     def count(self) -> int:
@@ -79,10 +83,22 @@ class Loop:
         """What a node of the body is in the iterations that run it."""
         return [node for row in self.rows if (node := row[o]) is not None]
 
-    def times(self, o: int) -> range:
+    def times(self, o: int) -> tuple[int, ...]:
         """The iterations that run a node of the body."""
-        own = [t for t, row in enumerate(self.rows) if row[o] is not None]
-        return range(own[0], own[-1] + 1)
+        return tuple(t for t, row in enumerate(self.rows) if row[o] is not None)
+
+    @cached_property
+    def makers(self) -> dict[str, list[int]]:
+        """Value of the body -> the nodes that make it, in different iterations."""
+        makers: dict[str, list[int]] = {}
+        for o, node in enumerate(self.body):
+            for v in node.results:
+                makers.setdefault(v.name, []).append(o)
+        return makers
+
+    def times_of(self, made: str) -> tuple[int, ...]:
+        """The iterations that make a value of the body."""
+        return tuple(sorted(t for o in self.makers[made] for t in self.times(o)))
 
     def instances(self) -> Iterator[tuple[str, Value, int]]:
         """(name of a value, its value in the body, iteration)."""
@@ -102,20 +118,28 @@ Item = Node | Loop
 # --- series of numbers --------------------------------------------------------------
 
 
-def series(values: Sequence[int | float]) -> tuple[int, int] | None:
-    """(first, step) of whole numbers at even distances."""
+def series(
+    values: Sequence[int | float], times: Sequence[int] = ()
+) -> tuple[int, int] | None:
+    """(first, step) of whole numbers at even distances, of iteration 0 and from one to
+    the next. times: the iterations that have them; (): all."""
     if not all(isinstance(v, int) for v in values):
         return None
-    first, step = int(values[0]), int(values[1] - values[0])
-    even = all(v == first + step * t for t, v in enumerate(values))
-    return (first, step) if even else None
+    own = times or range(len(values))
+    step, rest = divmod(int(values[1] - values[0]), own[1] - own[0])
+    first = int(values[0]) - step * own[0]
+    even = all(v == first + step * t for t, v in zip(own, values, strict=True))
+    return (first, step) if even and not rest else None
 
 
 NUMBER = re.compile(r"(\d+)")
 
 
-def numbered(names: Sequence[str]) -> list[str | tuple[int, int]] | None:
-    """Names that differ in numbers, which make series: the pieces, and the series."""
+def numbered(
+    names: Sequence[str], times: Sequence[int] = ()
+) -> list[str | tuple[int, int]] | None:
+    """Names that differ in numbers, which make series: the pieces, and the series.
+    times: see `series`."""
     split = [NUMBER.split(name) for name in names]
     if len({len(parts) for parts in split}) > 1:
         return None
@@ -126,7 +150,7 @@ def numbered(names: Sequence[str]) -> list[str | tuple[int, int]] | None:
             continue
         if not all(part.isdigit() and str(int(part)) == part for part in column):
             return None
-        if (one := series([int(part) for part in column])) is None:
+        if (one := series([int(part) for part in column], times)) is None:
             return None
         row.append(one)
     return row

@@ -78,7 +78,7 @@ def _aligned(
     own = list(nodes[:window] if last else nodes[-window:])
     if len(own) < LEAST:
         return None
-    matcher = SequenceMatcher(None, _keys(row), _keys(own), autojunk=False)
+    matcher = SequenceMatcher(None, keys_of(row), keys_of(own), autojunk=False)
     blocks = [b for b in matcher.get_matching_blocks() if b.size]
     matched = sum(b.size for b in blocks)
     if matched < LEAST:
@@ -105,7 +105,8 @@ def _aligned(
     return ([*rows, more] if last else [more, *rows]), end - begin
 
 
-def _keys(nodes: Sequence[Node | None]) -> list[Any]:
+def keys_of(nodes: Sequence[Node | None]) -> list[Any]:
+    """Equal for nodes that may be the same statement, of the same module of layers."""
     return [
         None if n is None else (kind_of(n), LAYER.sub("#", n.location.module))
         for n in nodes

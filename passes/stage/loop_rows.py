@@ -10,6 +10,7 @@ from ..graph import LAYER, Node, Value
 from ..stage.loop import Carried, Loop, Row, Scanned, Varying, series
 
 Place = tuple[int, int, int]  # of a value: its row, node there, and result of that
+Result = tuple[int, int]  # node of a row, and result of that
 
 
 def loop_of(rows: Sequence[tuple[Node, ...]]) -> Loop | None:
@@ -20,14 +21,19 @@ def loop_of(rows: Sequence[tuple[Node, ...]]) -> Loop | None:
     return loop_of_all(rows[:count]) if count > 1 else None
 
 
-def loop_of_all(rows: Sequence[Row], tables: Collection[str] = ()) -> Loop | None:
-    """The loop of all rows, of which the first and the last may be without some nodes;
-    None if they do not fit together. tables: names of what is there before it, for each
-    iteration by its number."""
+def loop_of_all(
+    rows: Sequence[Row],
+    tables: Collection[str] | None = (),
+    layers: Sequence[int] | None = None,
+) -> Loop | None:
+    """The loop of all rows, which may be without some nodes; None if they do not fit
+    together. tables: names of what is there before it, for each iteration by its
+    number: some iterations alone read no other values of their own; None: they may.
+    layers: the number of each row's layer, if that is known."""
     some = [o for o in range(len(rows[0])) if any(row[o] for row in rows)]
     rows = [tuple(row[o] for o in some) for row in rows]
     try:
-        return _Body(tuple(rows), made_by(rows), tables).loop()
+        return _Body(tuple(rows), made_by(rows), tables).loop(layers)
     except _Unfit:
         return None
 
@@ -97,7 +103,10 @@ class _Body:
     """Builds the body of a loop from its rows."""
 
     def __init__(
-        self, rows: tuple[Row, ...], made: dict[str, Place], tables: Collection[str]
+        self,
+        rows: tuple[Row, ...],
+        made: dict[str, Place],
+        tables: Collection[str] | None,
     ) -> None:
         self.rows, self.made, self.tables = rows, made, tables
         # Names of values in the body are those of no other loop.
@@ -105,78 +114,152 @@ class _Body:
         first = next(v for n in nodes for v in (*n.results, *n.operands))
         self.tag = f"{first.name}@"
         self.carried: dict[tuple[str, str], Carried] = {}
-        self.scanned: dict[tuple[str, ...], Scanned] = {}
+        self.scanned: dict[tuple[object, ...], Scanned] = {}
+        # Result of a node -> that of another, which is the same value of the body.
+        self.joined: dict[Result, Result] = {}
+        # Result -> what first iterations read in its place.
+        self.firsts: dict[Result, dict[str, Value]] = {}
+        self.lasting: set[Result] = set()  # what stays for more than the next iteration
 
-    def loop(self) -> Loop:
-        body = tuple(self.node(o) for o in range(len(self.rows[0])))
-        carried, scanned = tuple(self.carried.values()), tuple(self.scanned.values())
-        return Loop(self.rows, body, carried, scanned, self.layer())
-
-    def layer(self) -> tuple[int, int]:
-        """(first, step) of the numbers of layers: of nodes that all rows have."""
-        whole = [o for o in range(len(self.rows[0])) if all(r[o] for r in self.rows)]
-        numbers = [number(row[o] for o in whole) for row in self.rows]
+    def loop(self, layers: Sequence[int] | None) -> Loop:
+        numbers = self.numbers() if layers is None else layers
         line = series(numbers)
         if line is None:
             raise _Unfit
-        return line
+        own = [self.instances(o) for o in range(len(self.rows[0]))]
+        for one in own:
+            self.join(one)
+        self.check_apart()
+        self.lasting = {self.root(result) for result in self.lasting}
+        body = tuple(self.node(o, one) for o, one in enumerate(own))
+        carried, scanned = tuple(self.carried.values()), tuple(self.scanned.values())
+        lasting = frozenset(self.source(result).name for result in self.lasting)
+        return Loop(self.rows, body, carried, scanned, line, lasting)
 
-    def node(self, o: int) -> Node:
-        own = [(t, node) for t, row in enumerate(self.rows) if (node := row[o])]
-        times, nodes = [t for t, _ in own], [node for _, node in own]
-        if times != list(range(times[0], times[-1] + 1)):
-            raise _Unfit
+    def instances(self, o: int) -> list[tuple[int, Node]]:
+        """Iterations with their node in a place."""
+        return [(t, node) for t, row in enumerate(self.rows) if (node := row[o])]
+
+    def numbers(self) -> list[int]:
+        """The number of each row's layer: of nodes that all rows have."""
+        whole = [o for o in range(len(self.rows[0])) if all(r[o] for r in self.rows)]
+        return [number(row[o] for o in whole) for row in self.rows]
+
+    # --- what is one value of the body ----------------------------------------------
+
+    def join(self, own: Sequence[tuple[int, Node]]) -> None:
+        """Make one of what a node reads of this iteration, or of the one before; or of
+        any, if one reads what was made before that."""
+        for column in zip(*(node.operands for _, node in own), strict=True):
+            pairs = zip(own, column, strict=True)
+            places = [(t, self.made.get(v.name)) for (t, _), v in pairs]
+            ways = [way for t, at in places if (way := _way(at, t)) is not None]
+            if any(far > 1 for far, *_ in ways):
+                self.unite([(o, j) for _, o, j in ways])
+                self.lasting.add(ways[0][1:])
+            for own_far in (0, 1):
+                self.unite([(o, j) for far, o, j in ways if far == own_far])
+            before = next(((o, j) for far, o, j in ways if far), None)
+            if before is not None and places[0] == (0, None):
+                firsts = self.firsts.setdefault(before, {})
+                firsts[column[0].name] = column[0]
+
+    def unite(self, results: Sequence[Result]) -> None:
+        for one in results[1:]:
+            a, b = sorted((self.root(results[0]), self.root(one)))
+            if a != b:
+                self.joined[b] = a
+
+    def root(self, result: Result) -> Result:
+        while result in self.joined:
+            result = self.joined[result]
+        return result
+
+    def check_apart(self) -> None:
+        """Raises _Unfit where an iteration makes several of what is to be one value."""
+        for one in {self.root(result) for result in self.joined}:
+            times = self.times_of(one)
+            if len(times) != len({*times}):
+                raise _Unfit
+
+    def times_of(self, root: Result) -> list[int]:
+        """The iterations that make what is one value."""
+        alike = [root, *(one for one in self.joined if self.root(one) == root)]
+        return [t for o, _ in alike for t, row in enumerate(self.rows) if row[o]]
+
+    # --- nodes ----------------------------------------------------------------------
+
+    def node(self, o: int, own: Sequence[tuple[int, Node]]) -> Node:
+        times, nodes = tuple(t for t, _ in own), [node for _, node in own]
         columns = zip(*(n.operands for n in nodes), strict=True)
         values = iter([self.value(times, column) for column in columns])
-        args = _merged([n.args for n in nodes], values, times[0])
+        args = _merged([n.args for n in nodes], values, times)
         keys = nodes[0].kwargs.keys()
-        kwargs = {
-            k: _merged([n.kwargs[k] for n in nodes], values, times[0]) for k in keys
-        }
+        kwargs = {k: _merged([n.kwargs[k] for n in nodes], values, times) for k in keys}
+        outs = tuple(v and self.source((o, j)) for j, v in enumerate(nodes[0].outs))
         # What runs at the edge of a layer belongs to another module in the first one.
-        outs = tuple(v and inner(v) for v in nodes[0].outs)
-        where = self.where(times, nodes)
+        where = nodes[times.index(1) if 1 in times else 0].location
         return Node(nodes[0].op, args, kwargs, outs, where)
 
-    def where(self, times: Sequence[int], nodes: Sequence[Node]) -> Any:
-        """Where a node comes from in the second iteration."""
-        if 1 in times:
-            return nodes[times.index(1)].location
-        return nodes[0].location
-
-    def value(self, times: Sequence[int], column: Sequence[Value]) -> Value:
+    def value(self, times: tuple[int, ...], column: Sequence[Value]) -> Value:
         """What stands for an operand in the body. times: the iterations that read it.
         Raises _Unfit."""
-        ways = {
-            _way(self.made.get(v.name), t) for t, v in zip(times, column, strict=True)
-        }
-        if times[0] == 0 and len(times) > 1:  # it may have of outside what others carry
-            first = _way(self.made.get(column[0].name), 0)
-            rest = {
-                _way(self.made.get(v.name), t)
-                for t, v in zip(times[1:], column[1:], strict=True)
-            }
-            if first is None and len(rest) == 1 and (way := rest.pop()) and way[0] == 1:
-                return self.carry(column[0], way)
-        if len(ways) > 1:
+        ways = [self.way(v, t) for t, v in zip(times, column, strict=True)]
+        some = {*ways}
+        if times[0] == 0 and ways[0] is None:
+            some = {*ways[1:]} or some
+        if any(way is not None and way[1] in self.lasting for way in ways):
+            return self.lasting_value(times, ways)
+        if len(some) > 1:
             raise _Unfit
-        (way,) = ways
+        (way,) = some
         if way is None:
             return self.outside(times, column)
-        if way[0] > 1:
+        far, result = way
+        if far > 1 or (far == 0 and ways[0] is None):
             raise _Unfit
-        return self.carry(None, way) if way[0] else self.source(way)
+        if not far:
+            return self.source(result)
+        return self.carry(None if ways[0] else column[0], result)
 
-    def source(self, way: Place) -> Value:
-        """The value of the body that a node makes."""
-        _, o, j = way
+    def lasting_value(
+        self, times: Sequence[int], ways: Sequence[tuple[int, Result] | None]
+    ) -> Value:
+        """What is there until it is made again, if iterations read the last one."""
+        results = {way[1] for way in ways if way is not None}
+        if None in ways or len(results) > 1:
+            raise _Unfit
+        (result,) = results
+        made = self.times_of(result)
+        for t, way in zip(times, ways, strict=True):
+            assert way is not None, "all iterations read what is made in the loop"
+            if any(t - way[0] < later <= t for later in made):
+                raise _Unfit
+        return self.source(result)
+
+    def way(self, v: Value, t: int) -> tuple[int, Result] | None:
+        """(how many iterations ago, result) of what is made in the loop."""
+        at = self.made.get(v.name)
+        return None if at is None else (t - at[0], self.root(at[1:]))
+
+    def source(self, result: Result) -> Value:
+        """The value of the body that a result is."""
+        o, j = self.root(result)
         made = next(node for row in self.rows if (node := row[o])).outs[j]
         if made is None:
             raise _Unfit
         return inner(made)
 
-    def carry(self, first: Value | None, way: Place) -> Value:
-        source = self.source(way)
+    def carry(self, first: Value | None, result: Result) -> Value:
+        source = self.source(result)
+        if first is None:  # as others have it, if these agree
+            known = {
+                name: v
+                for one, firsts in self.firsts.items()
+                if self.root(one) == result
+                for name, v in firsts.items()
+            }
+            first = next(iter(known.values())) if len(known) == 1 else None
         key = (first.name if first else "", source.name)
         if key not in self.carried:
             d = "d_" if source.name.startswith("d_") else ""
@@ -185,17 +268,18 @@ class _Body:
             self.carried[key] = Carried(replace(source, name=name), first, source)
         return self.carried[key].value
 
-    def outside(self, times: Sequence[int], column: Sequence[Value]) -> Value:
+    def outside(self, times: tuple[int, ...], column: Sequence[Value]) -> Value:
         first = column[0]
-        if all(v == first for v in column):
+        alone = self.tables is None and len(column) == 1 < len(self.rows)
+        if all(v == first for v in column) and not alone:
             return first
-        in_tables = all(held(v) or v.name in self.tables for v in column)
-        if len(times) < len(self.rows) and not in_tables:
+        some = self.tables is not None and len(times) < len(self.rows)
+        if some and not all(held(v) or v.name in (self.tables or ()) for v in column):
             raise _Unfit  # these alone are read by the number of an iteration
-        names = (str(times[0]), *(v.name for v in column))
+        names = (times, *(v.name for v in column))
         if names not in self.scanned:
             own = replace(first, name=f"{first.name}@{self.tag}{len(self.scanned)}")
-            self.scanned[names] = Scanned(own, tuple(column), times[0])
+            self.scanned[names] = Scanned(own, tuple(column), times)
         return self.scanned[names].value
 
 
@@ -204,15 +288,15 @@ def inner(v: Value) -> Value:
     return replace(v, name=f"{v.name}@")
 
 
-def _merged(trees: list[Any], values: Iterator[Value], start: int) -> Any:
-    """An argument in all iterations from `start` on -> that of the body."""
+def _merged(trees: list[Any], values: Iterator[Value], times: tuple[int, ...]) -> Any:
+    """An argument in some iterations -> that of the body."""
     first = trees[0]
     if isinstance(first, Value):
         return next(values)
     if isinstance(first, (tuple, list)):
         columns = zip(*trees, strict=True)
-        return tuple([_merged(list(own), values, start) for own in columns])
+        return tuple([_merged(list(own), values, times) for own in columns])
     if isinstance(first, (int, float)) and not isinstance(first, bool):
         same = all(x == first or (x != x and first != first) for x in trees)
-        return first if same else Varying(tuple(trees), start)
+        return first if same else Varying(tuple(trees), times)
     return first

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..graph import LAYER, Node
+from ..stage.layer_rows import layers_as_loop, statements
 from ..stage.loop import Item, Loop
 from ..stage.loop_ends import kind_of, with_ends
 from ..stage.loop_rows import fitting, held, loop_of, loop_of_all
@@ -23,8 +24,20 @@ TURNS = 12  # layers that take turns, at most: so many of one kind may be in a p
 
 
 def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item]:
-    """The nodes in order, with those that repeat by layer as loops. tables: names of
-    what is made before, and kept by the number of a layer."""
+    """The nodes in order, with those that repeat by layer as loops: of what repeats as
+    it is, or of layers that are not all alike, if that takes fewer statements. tables:
+    names of what is made before, and kept by the number of a layer."""
+    items = _loops_of_stretches(nodes, tables)
+    if not any(isinstance(item, Loop) for item in items):
+        return items
+    layers = layers_as_loop(nodes)
+    if layers is None or statements(layers.items) >= statements(items):
+        return items
+    before, after = (find_loops(own, tables) for own in (layers.before, layers.after))
+    return [*before, layers.loop, *after]
+
+
+def _loops_of_stretches(nodes: Sequence[Node], tables: Collection[str]) -> list[Item]:
     items: list[Item] = []
     start = 0
     stretches = [*_stretches(nodes), (len(nodes), 0, 0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 
@@ -14,6 +14,19 @@ def indented(lines: Iterable[str]) -> list[str]:
 def only_if(condition: str, *lines: str) -> list[str]:
     """Wraps lines in an `if`, unless the condition is empty."""
     return [f"if {condition}:", *indented(lines)] if condition else [*lines]
+
+
+def by_condition(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Lines with their conditions, those under the same one together."""
+    order = [*dict.fromkeys(when for when, _ in lines)]
+    return sorted(lines, key=lambda each: order.index(each[0]))
+
+
+def under_conditions(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines with their conditions ("": none), an `if` for neighbours under the same."""
+    groups = groupby(lines, key=lambda each: each[0])
+    parts = (only_if(when, *(line for _, line in own)) for when, own in groups)
+    return [line for part in parts for line in part]
 
 
 class Statements:
@@ -56,9 +69,7 @@ class Statements:
 
     @property
     def lines(self) -> list[str]:
-        groups = groupby(self._lines, key=lambda each: each[0])
-        parts = (only_if(when, *(line for _, line in own)) for when, own in groups)
-        return [line for part in parts for line in part]
+        return under_conditions(self._lines)
 
 
 def delete(names: Iterable[str]) -> list[str]:

@@ -146,8 +146,9 @@ class Function:
         reads = item.outside
         reads |= {c.first.name: c.first for c in item.carried if c.first}
         for scanned in item.scanned:
-            if self.kind(item, scanned) == "listed":
-                reads |= {v.name: v for v in scanned.values}
+            if self.kind(scanned) != "table":
+                _, rest = self.between.parts_of(self.number, item, scanned)
+                reads |= {v.name: v for v in rest.values()}
         return reads
 
     def _take_singles(self, read: Iterable[Value], local: set[str]) -> list[str]:
@@ -181,20 +182,21 @@ class Function:
         choose = str if index is None else index.choose
         return spell(node, self.name, choose, self.device)
 
-    def statement(self, node: Node, index: Index | None = None) -> str:
-        """The line of a node: its call, named dims and place in the source."""
+    def statement(self, node: Node, index: Index | None = None, t: int = 0) -> str:
+        """The line of a node: its call, named dims and place in the source. t: the
+        iteration of a loop that it is from."""
         text = self.expression(node, index)
         if left := targets(node, self.name):
             text = f"{left} = {text}"
         dims = [self.texts.get(v.name.partition("@")[0], "") for v in node.results]
         notes = [d for d in dict.fromkeys(dims) if d]
-        where = str(node.location) if index is None else index.remark(node)
+        where = str(node.location) if index is None else index.remark(node, t)
         comment = "  ".join([*notes, *([where] if where else [])])
         return f"{text}  # {comment}" if comment else text
 
-    def kind(self, loop: Loop, scanned: Scanned) -> str:
+    def kind(self, scanned: Scanned) -> str:
         """How the values that a loop is given are read."""
-        if (self.number, id(loop), scanned.value.name) in self.between.rows_of:
-            return "rows"
         texts = [self.tables.get(v.name) for v in scanned.values]
-        return "listed" if None in texts else "table"
+        if None not in texts:
+            return "table"
+        return "kept"

@@ -2,119 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..graph import LAYER, Node, Value
+from ..graph import Value
 from ..stage.hand_over import Rows
-from ..stage.layer_numbers import in_turn, range_text
 from ..stage.links import find_links
-from ..stage.loop import Carried, Loop, Scanned, Varying, numbered, series
-from ..stage.spell import constant
-from ..stage.statements import Statements, delete, indented, only_if
+from ..stage.loop import Carried, Loop
+from ..stage.loop_index import Index
+from ..stage.statements import (
+    Statements,
+    by_condition,
+    delete,
+    indented,
+    under_conditions,
+)
 
 if TYPE_CHECKING:
     from ..stage.write_function import Function
-
-
-class Index:
-    """The variable of a loop: what is a series in its iterations, as text."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.count = loop.count
-        self.first, self.step = loop.index
-
-    @property
-    def keys(self) -> list[int]:
-        """The number that each iteration goes by."""
-        return [self.first + self.step * t for t in range(self.count)]
-
-    @property
-    def range(self) -> str:
-        """The iterations, as an expression."""
-        return range_text(self.first, self.keys[-1], self.step)
-
-    def of(self, first: int, step: int) -> str:
-        """first + step * iteration."""
-        if step % self.step:
-            apart = f"(i - {self.first})" if self.first else "i"
-            return f"{first} + {step} * ({apart} // {self.step})"
-        times = step // self.step
-        offset = first - times * self.first
-        if not times:
-            return str(offset)
-        scaled = {1: "i", -1: "-i"}.get(times, f"{times} * i")
-        if not offset:
-            return scaled
-        return f"{scaled} {'+' if offset > 0 else '-'} {abs(offset)}"
-
-    def choose(self, varying: Varying) -> str:
-        """A constant in its iteration."""
-        progression = series(varying.values)
-        if progression:
-            return self.of(
-                progression[0] - progression[1] * varying.start, progression[1]
-            )
-        return self._one_of(map(constant, varying.values), varying.start)
-
-    def text(self, texts: Sequence[str], start: int = 0) -> str:
-        """One of several expressions, of iterations from `start` on: by a number in it,
-        if they differ in that."""
-        parts = numbered(texts) if len(texts) > 1 else [texts[0]]
-        if parts is None:
-            return self._one_of(texts, start)
-        own = (
-            p if isinstance(p, str) else f"{{{self.of(p[0] - p[1] * start, p[1])}}}"
-            for p in parts
-        )
-        text = "".join(own)
-        return text.replace('["', '[f"') if text != texts[0] else text
-
-    def _one_of(self, texts: Iterable[str], start: int) -> str:
-        own = list(texts)
-        if turns := self.turns(own, start):
-            return f"({', '.join(turns)})[i % {len(turns)}]"
-        pairs = zip(self.keys[start:], own, strict=False)
-        return f"{{{', '.join(f'{key}: {text}' for key, text in pairs)}}}[i]"
-
-    def turns(self, texts: Sequence[str], start: int) -> list[str]:
-        """What takes turns in the iterations from `start` on, as i % len says; [] if
-        nothing does so, twice at least."""
-        count = len(texts)
-        for n in range(2, count // 2 + 1) if abs(self.step) == 1 else ():
-            if all(text == texts[t % n] for t, text in enumerate(texts)):
-                by_turn = {self.keys[start + t] % n: texts[t] for t in range(n)}
-                return [by_turn[turn] for turn in range(n)]
-        return []
-
-    def remark(self, node: Node) -> str:
-        """Where a node of the body comes from, its layer as the variable."""
-        module = node.location.module
-        if (match := LAYER.search(module)) is None:
-            return str(node.location)
-        apart = int(match[1]) - self.first - self.step  # of the second iteration
-        number = "i" if not apart else f"(i{apart:+d})"
-        sign = "+" if match[1].startswith("+") else ""
-        there = f"{module[: match.start()]}{sign}{number}{module[match.end() :]}"
-        return str(node.location).replace(module, there)
-
-    def condition(self, iterations: Collection[int]) -> str:
-        """That an iteration is one of these; "" for all, or none."""
-        times = sorted(iterations)
-        own = sorted(self.first + self.step * t for t in times)
-        if len(own) in (0, self.count):
-            return ""
-        if len(own) == 1:
-            return f"i == {own[0]}"
-        if times == list(range(times[0], times[-1] + 1)):
-            if own[0] == min(self.keys):
-                return f"i < {own[-1] + 1}"
-            if own[-1] == max(self.keys):
-                return f"i >= {own[0]}"
-            return f"i in range({own[0]}, {own[-1] + 1})"
-        if turns := in_turn(own, sorted(self.keys)):
-            return turns
-        return f"i in {set(own)}"
 
 
 class LoopWriter:
@@ -129,12 +34,11 @@ class LoopWriter:
         self.names = function.names
         self.index = Index(loop)
         self.before: list[str] = []
-        self.begin: list[str] = []
-        self.end: list[str] = []
+        self.begin: list[tuple[str, str]] = []  # (condition, line)
+        self.end: list[tuple[str, str]] = []
         self.made = {v.name for node in loop.body for v in node.results}
-        self.positions = {
-            v.name: o for o, node in enumerate(loop.body) for v in node.results
-        }
+        # Where a value is first made.
+        self.positions = {name: own[0] for name, own in loop.makers.items()}
         self.last = {
             v.name: o for o, node in enumerate(loop.body) for v in node.operands
         }
@@ -144,14 +48,6 @@ class LoopWriter:
             for name, inner, t in loop.instances()
             if t == loop.count - 1
         }
-        # What a value of the body is in the first iteration that has it.
-        self.original: dict[str, str] = {}
-        for name, inner, _ in loop.instances():
-            self.original.setdefault(inner.name, name)
-        self.original |= {
-            one.value.name: one.first.name for one in loop.carried if one.first
-        }
-        self.original |= {one.value.name: one.values[0].name for one in loop.scanned}
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
 
     def write(self) -> tuple[list[str], set[str]]:
@@ -161,24 +57,26 @@ class LoopWriter:
         kept = [r for r in self.function.between.rows if r.loop is self.loop]
         self.before += [f"{self.function.rows_name(rows)} = {{}}" for rows in kept]
         left = [one for one in self.loop.carried if not self.carry(one)]
-        body = self.body({name for rows in kept for name in rows.values})
+        body = self.body(kept)
         for rows in kept:
             self.keep(rows)
+        self.end = by_condition(self.end)
         for one in left:
-            times = self.loop.times(self.positions[one.next.name])
+            times = self.loop.times_of(one.next.name)
             name, value = self.text(one.next), self.text(one.value)
             moved = [f"{value} = {name}", *delete([name])]
-            self.end += only_if(self.index.condition(times), *moved)
+            self.end += [(self.index.condition(times), line) for line in moved]
         there = self.leave()
-        lines = [*self.begin, *body, *self.end]
+        lines = [*under_conditions(self.begin), *body, *under_conditions(self.end)]
         lines = [*self.before, f"for i in {self.index.range}:", *indented(lines)]
         still = {self.names[name] for name in there}
         last = self.loop.count - 1
-        over = (
+        over = [
             self.names[one.value.name]
             for one in self.loop.carried
-            if last in self.loop.times(self.positions[one.next.name])
-        )
+            if last in self.loop.times_of(one.next.name)
+        ]
+        over = [*over, *map(self.names.__getitem__, sorted(self.loop.lasting))]
         return [*lines, *delete(name for name in over if name not in still)], there
 
     def text(self, v: Value) -> str:
@@ -189,57 +87,66 @@ class LoopWriter:
     def take_scanned(self) -> None:
         """Begins iterations with their parts of rows that an earlier loop left."""
         function, loop, index = self.function, self.loop, self.index
-        taken: dict[int, tuple[Rows, dict[str, str]]] = {}
-        listed = []
+        taken: dict[tuple[int, tuple[int, ...]], tuple[Rows, dict[str, str]]] = {}
+        listed: dict[tuple[int, ...], dict[Value, Sequence[Value]]] = {}
+        again: list[tuple[str, str]] = []  # what several names stand for
         for scanned in loop.scanned:
-            kind = function.kind(loop, scanned)
-            if kind == "table":
+            inside = scanned.value.name
+            if function.kind(scanned) == "table":
                 texts = [function.tables[v.name] for v in scanned.values]
-                self.names[scanned.value.name] = index.text(texts, scanned.start)
-            elif kind == "listed":
-                texts = [self.text(v) for v in scanned.values]
-                if index.turns(texts, scanned.start):
-                    in_turn = index.text(texts, scanned.start)
-                    self.begin.append(f"{self.text(scanned.value)} = {in_turn}")
-                    self.inside.add(scanned.value.name)
-                else:
-                    listed.append(scanned)
-            else:
-                rows, inner = function.between.rows_of[
-                    function.number, id(loop), scanned.value.name
-                ]
-                _, own = taken.setdefault(id(rows), (rows, {}))
-                if inner.name not in own:
-                    own[inner.name] = function.fresh(inner.name)
-                self.names[scanned.value.name] = own[inner.name]
-                self.inside.add(scanned.value.name)
-        for rows, own in taken.values():
+                self.names[inside] = index.text(texts, scanned.times)
+                continue
+            self.inside.add(inside)
+            sources, rest = function.between.parts_of(function.number, loop, scanned)
+            for source in sources:
+                key = id(source.rows), source.times
+                _, own = taken.setdefault(key, (source.rows, {}))
+                kept = source.value.name
+                if inside not in self.names:
+                    self.names[inside] = own.get(kept) or function.fresh(kept)
+                name = own.setdefault(kept, self.names[inside])
+                if name != self.names[inside]:
+                    line = f"{self.names[inside]} = {name}"
+                    again.append((index.condition(source.times), line))
+            texts = list(map(self.text, rest.values()))
+            if rest and not sources and index.turns(texts, scanned.times):
+                in_turn = index.text(texts, scanned.times)
+                line = f"{self.text(scanned.value)} = {in_turn}"
+                self.begin.append((index.condition(scanned.times), line))
+            elif rest:
+                listed.setdefault((*rest,), {})[scanned.value] = [*rest.values()]
+        for (_, times), (rows, own) in taken.items():
             assert rows.shift is not None, "a loop reads rows in order"
             (first, step), (at, by) = rows.loop.index, rows.shift
-            key = index.of(first + step * at, step * by)
+            place = index.of(first + step * at, step * by)
             targets = ", ".join(own.get(v.name, "_") for v in rows.all)
-            self.begin.append(f"[{targets}] = {function.rows_name(rows)}.pop({key})")
-        if listed:
-            self.list_given(listed)
+            line = f"[{targets}] = {function.rows_name(rows)}.pop({place})"
+            self.begin.append((index.condition(times), line))
+        self.begin = by_condition(self.begin) + again
+        for times, columns in listed.items():
+            self.list_given(times, columns)
 
-    def list_given(self, listed: Sequence[Scanned]) -> None:
-        """Put what is given by no rule into a dict, row by row."""
+    def list_given(
+        self, times: Sequence[int], listed: Mapping[Value, Sequence[Value]]
+    ) -> None:
+        """Put what is given by no rule into a dict, row by row. listed: value of the
+        body -> what it is in these iterations."""
         function, index = self.function, self.index
         name = function.fresh("given")
-        columns = ([self.text(v) for v in g.values] for g in listed)
+        columns = (map(self.text, own) for own in listed.values())
         rows = [f"[{', '.join(row)}]" for row in zip(*columns, strict=True)]
-        pairs = zip(index.keys, rows, strict=True)
-        entries = (f"{key}: {row}" for key, row in pairs)
+        pairs = zip(times, rows, strict=True)
+        entries = (f"{index.keys[t]}: {row}" for t, row in pairs)
         self.before.append(f"{name} = {{{', '.join(entries)}}}")
-        gone = {v.name for g in listed for v in g.values} - set(self.after)
+        gone = {v.name for own in listed.values() for v in own} - set(self.after)
         gone -= {one.first.name for one in self.loop.carried if one.first}
         gone -= self.last.keys()
         self.before += delete(sorted(self.names[n] for n in gone if n in self.names))
         for n in gone:
             self.names.pop(n, None)
-        own = ", ".join(self.text(g.value) for g in listed)
-        self.begin.append(f"[{own}] = {name}.pop({index.of(*self.loop.index)})")
-        self.inside.update(g.value.name for g in listed)
+        own = ", ".join(map(self.text, listed))
+        line = f"[{own}] = {name}.pop({index.of(*self.loop.index)})"
+        self.begin.append((index.condition(times), line))
 
     def carry(self, one: Carried) -> bool:
         """Name what an iteration hands to the next; whether the next value can have the
@@ -263,34 +170,40 @@ class LoopWriter:
         return False
 
     def bound(self) -> dict[str, set[int]]:
-        """Names in the body that some iterations are without -> those that have them,
-        when they begin (what is carried) or once they have made it."""
+        """Name in the body -> the iterations that have it, when they begin (what is
+        carried or given) or once they have made it."""
         loop, every = self.loop, set(range(self.loop.count))
-        made = {v.name: o for o, node in enumerate(loop.body) for v in node.results}
-        turns = {name: set(loop.times(o)) for name, o in made.items()}
+        turns = {name: set(loop.times_of(name)) for name in loop.makers}
         for one in loop.carried:
             own = {t + 1 for t in turns[one.next.name]} | ({0} if one.first else set())
             turns[one.value.name] = own & every
-        return {name: own for name, own in turns.items() if own != every}
+        turns |= {one.value.name: {*one.times} for one in loop.scanned}
+        for name in loop.lasting:
+            turns[name] = every - {*range(min(turns[name]))}
+        return turns
 
     # --- what it does --------------------------------------------------------------
 
     def name_handed(self) -> None:
         """Name what the function returns by the layer's number."""
-        texts: dict[str, tuple[int, list[str]]] = {}
+        texts: dict[str, dict[int, str]] = {}
         for name, inner, t in self.loop.instances():
             if name in self.function.tables:
-                _, own = texts.setdefault(inner.name, (t, []))
-                own.append(self.function.tables[name])
-        for name, (start, own) in texts.items():
-            self.names[name] = self.index.text(own, start)
+                texts.setdefault(inner.name, {})[t] = self.function.tables[name]
+        for name, own in texts.items():
+            self.names[name] = self.index.text([*own.values()], [*own])
 
-    def body(self, live_out: Collection[str]) -> list[str]:
-        """The statements of an iteration. live_out: names that are read after it."""
-        stays = {one.next.name for one in self.loop.carried}.union(live_out)
+    def body(self, kept: Sequence[Rows]) -> list[str]:
+        """The statements of an iteration. kept: what others read of it later."""
+        stays = {one.next.name for one in self.loop.carried} | self.loop.lasting
         stays |= {name for name, final in self.finals.items() if final in self.after}
-        function, alive, bound = self.function, self.function.alive, self.bound()
-        body, links = Statements(alive.peak), self.links(stays)
+        function, alive, turns = self.function, self.function.alive, self.bound()
+        read_later = {name for rows in kept for name in rows.values}
+        for rows in kept:
+            for name in rows.values:
+                turns[name] = turns[name] - rows.iterations
+        stays |= {name for name, own in turns.items() if not own}
+        body, links = Statements(alive.peak), self.links({*stays, *read_later})
         waiting: list[int] = []  # what the next statement has in it
         for o, node in enumerate(self.loop.body):
             waiting.append(o)
@@ -298,13 +211,16 @@ class LoopWriter:
                 self.names[node.out.name] = function.expression(node, self.index)
                 continue
             own = [n for one in waiting for n in self.loop.nodes(one)]
-            line, when = function.statement(node, self.index), self.condition(o)
+            times, when = self.loop.times(o), self.condition(o)
+            t = 1 if 1 in times else times[0]
+            line = function.statement(node, self.index, t)
             results = {self.text(v) for v in node.results}
             if when:  # elsewhere the names stand for what they did
                 body.end(results)
             body.add([line], alive.level(own), when)
             body.again(results)
             read = [v for one in waiting for v in self.loop.body[one].operands]
+            original = self.originals(waiting)
             stays |= {self.loop.body[one].out.name for one in waiting[:-1]}  # no names
             waiting.clear()
             for v in dict.fromkeys((*read, *node.results)):
@@ -312,11 +228,22 @@ class LoopWriter:
                     continue
                 ours = v.name in self.inside and self.text(v) not in results
                 if ours or v.name in self.made:
-                    original = self.original.get(v.name, v.name)
-                    freed = alive.freed(original, self.loop.nodes(o)[0])
-                    there = self.index.condition(bound.get(v.name, ()))
+                    freed = alive.freed(original[v.name], self.loop.nodes(o)[0])
+                    there = self.index.condition(turns[v.name])
                     body.free([(self.text(v), freed)], there)
         return body.end()
+
+    def originals(self, places: Sequence[int]) -> dict[str, str]:
+        """What values of some nodes of the body are in the first iteration that runs
+        these."""
+        names: dict[str, str] = {}
+        for o in places:
+            node, first = self.loop.body[o], self.loop.nodes(o)[0]
+            own = (*node.operands, *node.outs), (*first.operands, *first.outs)
+            for inner, v in zip(*own, strict=True):
+                if inner is not None and v is not None:
+                    names[inner.name] = v.name
+        return names
 
     def links(self, stays: Collection[str]) -> set[int]:
         """Places of what is written where it is read, by as many iterations."""
@@ -325,7 +252,7 @@ class LoopWriter:
         function, loop = self.function, self.loop
         keep = {*stays, *self.made.intersection(self.names)}
         ends = {o for name, o in self.last.items() if name not in stays}
-        tables = (one for one in loop.scanned if function.kind(loop, one) == "table")
+        tables = (one for one in loop.scanned if function.kind(one) == "table")
         standing = {*function.tables, *(one.value.name for one in tables)}
         when = list(map(self.condition, range(len(loop.body))))
         return find_links(loop.body, keep, ends, standing, when)
@@ -341,10 +268,10 @@ class LoopWriter:
         early, late = rows.row(carried=True), rows.row(carried=False)
         if early:  # what is carried has its value only as long as nobody replaces it
             values = ", ".join(map(self.text, early))
-            self.begin += only_if(condition, f"{row} = [{values}]")
+            self.begin.append((condition, f"{row} = [{values}]"))
         if late:
             values = ", ".join(map(self.text, late))
-            self.end += only_if(condition, f"{row} {'+=' if early else '='} [{values}]")
+            self.end.append((condition, f"{row} {'+=' if early else '='} [{values}]"))
 
     def leave(self) -> set[str]:
         """Name what is read of the last iteration; returns the names of its values."""

@@ -1,0 +1,106 @@
+"""The variable of a loop, and what is said by it: numbers, texts, conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from ..graph import LAYER, Node
+from ..stage.layer_numbers import in_turn, range_text
+from ..stage.loop import Loop, Varying, numbered, series
+from ..stage.spell import constant
+
+
+class Index:
+    """The variable of a loop: what is a series in its iterations, as text."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.count = loop.count
+        self.first, self.step = loop.index
+
+    @property
+    def keys(self) -> list[int]:
+        """The number that each iteration goes by."""
+        return [self.first + self.step * t for t in range(self.count)]
+
+    @property
+    def range(self) -> str:
+        """The iterations, as an expression."""
+        return range_text(self.first, self.keys[-1], self.step)
+
+    def of(self, first: int, step: int) -> str:
+        """first + step * iteration."""
+        if step % self.step:
+            apart = f"(i - {self.first})" if self.first else "i"
+            return f"{first} + {step} * ({apart} // {self.step})"
+        times = step // self.step
+        offset = first - times * self.first
+        if not times:
+            return str(offset)
+        scaled = {1: "i", -1: "-i"}.get(times, f"{times} * i")
+        if not offset:
+            return scaled
+        return f"{scaled} {'+' if offset > 0 else '-'} {abs(offset)}"
+
+    def choose(self, varying: Varying) -> str:
+        """A constant in its iteration."""
+        if progression := series(varying.values, varying.times):
+            return self.of(*progression)
+        return self._one_of(map(constant, varying.values), varying.times)
+
+    def text(self, texts: Sequence[str], times: Sequence[int]) -> str:
+        """One of several expressions, of some iterations: by a number in it, if they
+        differ in that."""
+        parts = numbered(texts, times) if len(texts) > 1 else [texts[0]]
+        if parts is None:
+            return self._one_of(texts, times)
+        own = (p if isinstance(p, str) else f"{{{self.of(*p)}}}" for p in parts)
+        text = "".join(own)
+        return text.replace('["', '[f"') if text != texts[0] else text
+
+    def _one_of(self, texts: Iterable[str], times: Sequence[int]) -> str:
+        own = list(texts)
+        if turns := self.turns(own, times):
+            return f"({', '.join(turns)})[i % {len(turns)}]"
+        pairs = ((self.keys[t], text) for t, text in zip(times, own, strict=True))
+        return f"{{{', '.join(f'{key}: {text}' for key, text in pairs)}}}[i]"
+
+    def turns(self, texts: Sequence[str], times: Sequence[int]) -> list[str]:
+        """What takes turns in iterations one after the other, as i % len says; [] if
+        nothing does so, twice at least."""
+        count = len(texts)
+        neighbours = abs(self.step) == 1 and times[-1] - times[0] == count - 1
+        for n in range(2, count // 2 + 1) if neighbours else ():
+            if all(text == texts[t % n] for t, text in enumerate(texts)):
+                by_turn = {self.keys[times[t]] % n: texts[t] for t in range(n)}
+                return [by_turn[turn] for turn in range(n)]
+        return []
+
+    def remark(self, node: Node, t: int) -> str:
+        """Where a node of the body comes from, its layer as the variable. t: the
+        iteration that it is from."""
+        module = node.location.module
+        if (match := LAYER.search(module)) is None:
+            return str(node.location)
+        apart = int(match[1]) - self.first - self.step * t
+        number = "i" if not apart else f"(i{apart:+d})"
+        sign = "+" if match[1].startswith("+") else ""
+        there = f"{module[: match.start()]}{sign}{number}{module[match.end() :]}"
+        return str(node.location).replace(module, there)
+
+    def condition(self, iterations: Collection[int]) -> str:
+        """That an iteration is one of these; "" for all, or none."""
+        times = sorted(iterations)
+        own = sorted(self.first + self.step * t for t in times)
+        if len(own) in (0, self.count):
+            return ""
+        if len(own) == 1:
+            return f"i == {own[0]}"
+        if times == list(range(times[0], times[-1] + 1)):
+            if own[0] == min(self.keys):
+                return f"i < {own[-1] + 1}"
+            if own[-1] == max(self.keys):
+                return f"i >= {own[0]}"
+            return f"i in range({own[0]}, {own[-1] + 1})"
+        if turns := in_turn(own, sorted(self.keys)):
+            return turns
+        return f"i in {set(own)}"
