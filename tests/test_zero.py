@@ -337,3 +337,28 @@ def test_what_is_made_of_a_shared_parameter_is_derived_once_a_step(zero):
     plan = Plan(Mesh.parse("dp=2"), 2, zero=zero)
     program = compile_offline(model, batch, plan, cluster=PLAIN)
     verify(program, model, batch).check()
+
+
+class Delayed(nn.Module):
+    """Layers whose first token is none: what a weight makes of zeros is made once a
+    step, as soon as the weight is there, while the next layer's is on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(8, 8, bias=False) for _ in range(5))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            first = layer(torch.zeros(x.shape[0], 1, 8, dtype=x.dtype)) + 1
+            x = x + torch.cat([first, layer(x)[:, :-1]], 1).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.matrix(quick=2)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_weight_that_a_step_reads_once_is_there_for_all_of_it(zero):
+    model, batch = Delayed().double(), {"x": torch.randn(4, 6, 8).double()}
+    plan = Plan(Mesh.parse("dp=2"), 2, zero=zero)
+    program = compile_offline(model, batch, plan, cluster=PLAIN)
+    verify(program, model, batch).check()

@@ -49,6 +49,7 @@ class LoopWriter:
             if t == loop.count - 1
         }
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
+        self.handed: set[str] = set()  # what the function returns of each iteration
 
     def write(self) -> tuple[list[str], set[str]]:
         """(statements, names of what is there afterwards and read)."""
@@ -64,7 +65,8 @@ class LoopWriter:
         for one in left:
             times = self.loop.times_of(one.next.name)
             name, value = self.text(one.next), self.text(one.value)
-            moved = [f"{value} = {name}", *delete([name])]
+            gone = [] if one.next.name in self.handed else [name]
+            moved = [f"{value} = {name}", *delete(gone)]
             self.end += [(self.index.condition(times), line) for line in moved]
         there = self.leave()
         lines = [*under_conditions(self.begin), *body, *under_conditions(self.end)]
@@ -164,7 +166,8 @@ class LoopWriter:
         self.inside.add(one.value.name)
         alone = sum(c.next == one.next for c in loop.carried) == 1
         read = self.last.get(one.value.name, -1)
-        if alone and read <= self.positions[one.next.name]:
+        local = alone and one.next.name not in self.handed
+        if local and read <= self.positions[one.next.name]:
             self.names[one.next.name] = self.text(one.value)
             return True
         return False
@@ -192,6 +195,7 @@ class LoopWriter:
                 texts.setdefault(inner.name, {})[t] = self.function.tables[name]
         for name, own in texts.items():
             self.names[name] = self.index.text([*own.values()], [*own])
+        self.handed = {*texts}
 
     def body(self, kept: Sequence[Rows]) -> list[str]:
         """The statements of an iteration. kept: what others read of it later."""
