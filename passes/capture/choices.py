@@ -104,12 +104,9 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     node = made.get(choices.name)
     if node is None or not node.operands:
         return None
-    x, kind = node.operands[0], op_of(node)
-    is_index = not choices.dtype.is_floating_point and x.dtype.is_floating_point
-    largest = kind.rule is topmost or node.name in ("aten.argmax", "aten.max")
-    if is_index and largest:
-        dim = node.arg("dim")
-        return None if dim is None or not x.shape else x.shape[dim]
+    x = node.operands[0]
+    if (along := _chosen(choices, node)) is not None:
+        return along[0].shape[along[1]]
     if node.name == "aten.remainder" and not x.dtype.is_floating_point:
         most = node.arg("other")
         return most if type(most) is int and most > 0 else None
@@ -120,12 +117,39 @@ def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     if node.name in ("aten.cat", "aten.stack"):
         each = [numbers_of(v, made) for v in node.operands]
         return None if None in each else max(n for n in each if n)
-    shows = kind.view in ("shape", "order", "part", "copies") or kind.values == "moved"
-    takes = node.name in ("aten.gather", "aten.index")  # some of the operand
-    sorts = kind.rule is topmost and choices == node.outs[0]
-    if kind.stays or shows or takes or sorts:
+    if _takes(choices, node):
         return None if x.dtype.is_floating_point else numbers_of(x, made)
     return None
+
+
+def places_along(v: Value, made: Mapping[str, Node]) -> tuple[Value, int] | None:
+    """A value and its dim, of which integers are places: those that topk or argmax
+    chose, some of them, or with another number in place of some."""
+    node = made.get(v.name)
+    if node is None or not node.operands:
+        return None
+    if (along := _chosen(v, node)) is not None:
+        return along
+    if node.name == "aten.masked_fill" or _takes(v, node):
+        return places_along(node.operands[0], made)
+    return None
+
+
+def _chosen(v: Value, node: Node) -> tuple[Value, int] | None:
+    x, dim = node.operands[0], node.arg("dim")
+    is_index = not v.dtype.is_floating_point and x.dtype.is_floating_point
+    if not is_index or not isinstance(dim, int) or not x.shape:
+        return None
+    largest = op_of(node).rule is topmost or node.name in ("aten.argmax", "aten.max")
+    return (x, dim % len(x.shape)) if largest else None
+
+
+def _takes(v: Value, node: Node) -> bool:
+    """Whether the numbers in a value are some of the node's operand."""
+    kind = op_of(node)
+    shows = kind.view in ("shape", "order", "part", "copies") or kind.values == "moved"
+    sorts = kind.rule is topmost and v == node.outs[0]
+    return kind.stays or shows or sorts or node.name in ("aten.gather", "aten.index")
 
 
 def _replaced(node: Node, made: Mapping[str, Node]) -> int | None:

@@ -94,15 +94,7 @@ def indexed(at: Unite, node: Node) -> None:
                 place = first + rank - len(i.shape) + d
                 at.atoms.unify(at.tensors[i.name][d], out[place])
     for d in indexing:
-        _count(at, indices[d], x, d)
-
-
-def _count(at: Unite, index: Value, x: Value, dim: int) -> None:
-    """An index that counts up as far as the dim goes counts what is along it."""
-    if at.computed.get(index.name) is False:
-        for own, n in zip(at.tensors[index.name], index.shape, strict=True):
-            if n == x.shape[dim] != 1:
-                at.atoms.unify(own, at.tensors[x.name][dim])
+        at.index(indices[d], x, d)
 
 
 def selected_rows(at: Unite, node: Node) -> None:
@@ -111,7 +103,7 @@ def selected_rows(at: Unite, node: Node) -> None:
     for d in range(len(x.shape)):
         other = at.tensors[x.name][d] if d != dim else at.tensors[index.name][0]
         at.atoms.unify(other, at.tensors[node.out.name][d])
-    _count(at, index, x, dim)
+    at.index(index, x, dim)
 
 
 def attention(at: Unite, node: Node) -> None:
@@ -165,7 +157,7 @@ def looked_up(at: Unite, node: Node) -> None:
     table, index = node.operands[:2]
     if at.computed.get(index.name):
         at.fixed += at.tensors[table.name][0]
-    _count(at, index, table, 0)
+    at.index(index, table, 0)
 
 
 def linear(at: Unite, node: Node) -> None:
@@ -213,6 +205,18 @@ def aligned(at: Unite, node: Node) -> None:
 
 def apart(at: Unite, node: Node) -> None:
     """new_zeros: of sizes that are its own; an operand tells the dtype alone."""
+
+
+def along(at: Unite, node: Node) -> None:
+    """gather, scatter: what the index says is along the dim."""
+    at.bind(node)
+    at.index(node.arg("index"), node.operands[0], dim_of(node))
+
+
+def counted(at: Unite, node: Node) -> None:
+    """histc, one_hot: there is a bin for each number that there may be."""
+    at.bind(node)
+    at.index(node.operands[0], node.out, len(node.out.shape) - 1)
 
 
 def pieces(at: Unite, node: Node) -> None:

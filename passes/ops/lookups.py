@@ -128,7 +128,15 @@ def d_pick(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None
 def _along(name: str, heeds: str, examples: str, **declared: Any) -> Op:
     """By an index along one dim."""
     looks_up: Any = {"looks_up": "self index dim", "finite": "kept"}
-    return Op(f"aten.{name}", heeds, gathered, examples, **looks_up, **declared)
+    return Op(
+        f"aten.{name}",
+        heeds,
+        gathered,
+        examples,
+        extents=extents.along,
+        **looks_up,
+        **declared,
+    )
 
 
 OPS = (
@@ -186,6 +194,7 @@ OPS = (
         "self num_classes",
         "... -> ... n!",
         "default(ints(b, c), d)",
+        extents=extents.counted,
         sizes=lambda node: node.with_args(num_classes=node.out.shape[-1]),
         finite="kept",
     ),

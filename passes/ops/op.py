@@ -72,6 +72,9 @@ class Unite(Protocol):
     def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
         """A whole is the sum of parts, each with its extent."""
 
+    def index(self, index: Value, x: Value, dim: int) -> None:
+        """What an index counts, or chooses, is along a value's dim."""
+
     def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
         """A whole is a part and a constant."""
 
@@ -82,9 +85,12 @@ class Small(Protocol):
 
     compared: dict[int, int]
 
-    def number(self, n: int, near: Value) -> int:
-        """A number that is compared with positions: its place among the sizes, those of
-        a value first."""
+    def number(self, n: int, node: Node) -> int:
+        """A number that positions are compared with, or made by: its place among the
+        sizes, those of the node first."""
+
+    def choice(self, n: int, x: Value) -> int:
+        """A number that choices are compared with: as far from the last as it was."""
 
     def leading(self, name: str, dim: int, n: int) -> int:
         """What becomes of the first factors of a value's dim, whose product is n."""

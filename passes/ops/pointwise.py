@@ -162,6 +162,7 @@ OPS = (
         Op(f"aten.{name}", shrunk=shrunk.comparison)
         for name in ("gt", "ge", "lt", "le")
     ),
+    *(Op(f"aten.{name}", shrunk=shrunk.equality) for name in ("eq", "ne")),
     Op("aten.clamp_min", values="replaced"),
     *(Op(f"aten.{name}", selects=True) for name in ("clamp_max", "fmax", "fmin")),
     Op("aten.threshold", selects=True),

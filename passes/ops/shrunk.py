@@ -40,7 +40,7 @@ def arange(at: Small, node: Node, new: Node) -> Node:
         return new.with_args(end=type(node.arg("end"))(count))
     start, step = node.arg("start"), node.arg("step") or 1
     if isinstance(start, int):
-        start = at.number(start, node.out)
+        start = at.number(start, node)
     return new.with_args(start=start, end=start + count * step)
 
 
@@ -71,7 +71,15 @@ def comparison(at: Small, node: Node, new: Node) -> Node:
     whole = isinstance(x, Value) and not x.dtype.is_floating_point
     if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
         return new
-    return new.with_args(other=at.number(other, node.out))
+    return new.with_args(other=at.number(other, node))
+
+
+def equality(at: Small, node: Node, new: Node) -> Node:
+    """One of those that were chosen along a dim may be told from the others."""
+    x, other = node.named("self other")
+    if isinstance(x, Value) and type(other) is int:
+        return new.with_args(other=at.choice(other, x))
+    return new
 
 
 def quotient(at: Small, node: Node, new: Node) -> Node:
@@ -93,7 +101,7 @@ def filled(at: Small, node: Node, new: Node) -> Node:
     written = {n: node.arg(n) for n in ("fill_value", "value", "self", "other")}
     return new.with_args(
         **{
-            n: at.number(x, node.out)
+            n: at.number(x, node)
             for n, x in written.items()
             if type(x) is int and x > 0
         }

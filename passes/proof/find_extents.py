@@ -16,6 +16,7 @@ from math import prod
 import torch
 
 from ..atoms import Atoms
+from ..capture.choices import places_along
 from ..capture.traced import Traced
 from ..dims.name_dims import Dim, Dims, bind
 from ..dims.probe import probe_equation
@@ -44,6 +45,7 @@ def find_extents(
 class _Search:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.atoms = graph, Atoms()
+        self.made = {v.name: node for node in graph.nodes for v in node.results}
         self.tensors: dict[str, list[list[int]]] = {}
         self.sums: list[tuple[list[int], list[list[int]], int]] = []
         self.fixed: list[int] = []
@@ -316,6 +318,22 @@ class _Search:
             self.atoms.unify(whole, rest[0])
         elif whole and rest:
             self.sums.append((whole, rest, ones))
+
+    def index(self, index: Value, x: Value, dim: int) -> None:
+        """What an index counts, or chooses, is along a value's dim."""
+        rows = self.tensors[x.name][dim]
+        if self.computed.get(index.name) is False:
+            for own, n in zip(self.tensors[index.name], index.shape, strict=True):
+                if n == x.shape[dim] != 1:
+                    self.atoms.unify(own, rows)
+        if (along := places_along(index, self.made)) is None:
+            return
+        whole = self.tensors[along[0].name][along[1]]
+        gap = along[0].shape[along[1]] - x.shape[dim]
+        if not gap:
+            self.atoms.unify(whole, rows)
+        elif whole and rows and abs(gap) <= MARGIN:
+            self.add_sum(whole, rows, gap)
 
     def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
         self.sums.append((whole, [part], constant))

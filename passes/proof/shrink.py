@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capture.choices import places_along
 from ..capture.recognize_experts import PRODUCTS
 from ..capture.traced import Traced
 from ..graph import Graph, Node, Value, map_values, resolve
@@ -36,11 +37,13 @@ class Shrinker:
         """counted: up to here, numbers that positions are compared with are counts."""
         self.extents, self.sizes, self.counted = extents, sizes, counted
         self.compared: dict[int, int] = {}
+        self.made: dict[str, Node] = {}
 
     def graph(self, traced: Traced) -> Traced:
         """The captured model with small sizes. Raises NotShrunk where an op does not
         give what the sizes say."""
         old = traced.graph
+        self.made = {v.name: node for node in old.nodes for v in node.results}
         nodes = []
         for node in old.nodes:
             new = self.node(node)
@@ -106,13 +109,22 @@ class Shrinker:
             return op.shrunk(self, node, new)
         return op.sizes(new) if op.sizes else new
 
-    def number(self, n: int, near: Value) -> int:
-        """A number that is compared with positions: its place among the sizes, those of
-        a value first."""
+    def number(self, n: int, node: Node) -> int:
+        """A number that positions are compared with, or made by: its place among the
+        sizes, those of the node first."""
+        if node.operands and (last := self.choice(n, node.operands[0])) != n:
+            return last
         if abs(n) <= self.counted:
             return n
-        self.compared[abs(n)] = self._place(abs(n), near)
+        self.compared[abs(n)] = self._place(abs(n), node)
         return self.compared[abs(n)] * (1 if n > 0 else -1)
+
+    def choice(self, n: int, x: Value) -> int:
+        """A number that choices are compared with: as far from the last as it was."""
+        along = places_along(x, self.made)
+        if along is None or not 0 <= along[0].shape[along[1]] - n <= MARGIN:
+            return n
+        return n + self.shape(along[0].name)[along[1]] - along[0].shape[along[1]]
 
     def leading(self, name: str, dim: int, n: int) -> int:
         """What becomes of the first factors of a value's dim, whose product is n."""
@@ -130,8 +142,8 @@ class Shrinker:
                 large, small = large * factor.size, small * self.sizes[factor]
         return small if large == n else None
 
-    def _place(self, n: int, near: Value) -> int:
-        here = [e for dim in self.extents.factors[near.name] for e in dim]
+    def _place(self, n: int, node: Node) -> int:
+        here = [e for dim in self.extents.factors[node.out.name] for e in dim]
         # Where several have a size, some of them stay: it is one that does not.
         places = {e.size: self.sizes[e] for e in (*sorted(self.sizes)[::-1], *here)}
         if n in places:
