@@ -15,10 +15,11 @@ from itertools import groupby
 from ..cost import NO_LEVELS, Amounts, Exchanges, Levels
 from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, peak_bytes
 from ..schedule.schedule import Schedule
-from ..stage.blocks import BlockMessages
+from ..stage.blocks import ENDS, BlockMessages
 
 # AdamW keeps two values for each one that it trains, in the parameter's own type.
 OPTIMIZER_STATES = 2
+WHERE = "alive", "begins", "ends", "alone"  # by `ENDS`, see `PartCost`
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class PartCost(Amounts):
     and their gradients, by block, while it computes. gathered, scattered: what would
     move by block if ranks shared parameters, see `passes.price.share`; made: what it
     then takes more to make gradients instead of adding to them, and what of that is of
-    experts. alive: of a stage's part with others beside it; alone: of a piece that is a
-    stage by itself.
+    experts. alive: of a piece of a stage with others before and after it; begins, ends:
+    of one that its stage begins or ends with; alone: of one that is a stage by itself.
     """
 
     seconds: float = 0.0
@@ -101,13 +102,16 @@ class PartCost(Amounts):
     made: Kernels = Kernels()
     made_of_experts: Kernels = Kernels()
     alive: Alive = Alive()
+    begins: Alive = Alive()
+    ends: Alive = Alive()
     alone: Alive = Alive()
 
 
 @dataclass(frozen=True)
 class PartLevels(PartCost):
-    """A part with what `alive` and `alone` are the peaks of: first `whole`, which both
-    have, then the others of each."""
+    """A part with what `alive` and its kind, `WHERE`, are the peaks of: first `whole`,
+    which all have, then the others of each; without the cases in which experts are left
+    out, where there are none."""
 
     levels: Levels = NO_LEVELS
 
@@ -119,9 +123,10 @@ class PartLevels(PartCost):
         if not levels.rows.size:
             return part
         whole, *others = levels.peaks
-        half = len(others) // 2
-        alive, alone = Alive(whole, *others[:half]), Alive(whole, *others[half:])
-        return part.changed(alive=alive, alone=alone)
+        cases, count = len(vars(part.alive)) - 1, len(others) // len(WHERE)
+        each = (others[i : i + count] for i in range(0, len(others), count))
+        alive = (Alive(whole, *own * (cases // count)) for own in each)
+        return part.changed(**dict(zip(WHERE, alive, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -225,9 +230,11 @@ class Account(Amounts):
         return self.with_parts(*(part.changed(alive=most) for part, most in parts))
 
 
-def by_itself(account: Account) -> Account:
-    """The account of a piece that is a stage without others beside it."""
-    return account.with_alive(part.alone for part in account.microbatch.values())
+def at_ends(account: Account, begins: bool, ends: bool) -> Account:
+    """The account of a piece that a stage begins or ends with."""
+    where = WHERE[ENDS.index((begins, ends))]
+    alive = (getattr(part, where) for part in account.microbatch.values())
+    return account.with_alive(alive)
 
 
 def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:

@@ -19,7 +19,7 @@ from ..dims.name_dims import Named
 from ..graph import Node
 from ..mesh import PIPELINE, Mesh
 from ..plan import Plan
-from ..price.account import Account, Held, PartLevels, by_itself, in_a_row
+from ..price.account import WHERE, Account, Held, PartLevels, at_ends, in_a_row
 from ..price.cluster import Device
 from ..price.price import price
 from ..price.price_memory import Sharing
@@ -75,8 +75,9 @@ class LayerPrices:
         names[0] = "first" if first else names[0]
         row = [part for name in names if (part := getattr(self, name)) is not None]
         assert len(row) == runs, "such a stage was not priced"
-        if runs == 1:
-            row = [by_itself(row[0])]
+        row[0] = at_ends(row[0], True, runs == 1)
+        if runs > 1:
+            row[-1] = at_ends(row[-1], False, True)
         total, counted = (row[-1], 1) if last else (row[0], 1)
         if first and last:
             total, counted = self.whole, self.runs
@@ -99,7 +100,7 @@ class LayerPrices:
             backwards = [
                 (part, [p.of(zero, a) for p in peaks for a in (True, False)])
                 for part in self.parts or [self.whole]
-                if (peaks := (part.backward.alive, part.backward.alone))
+                if (peaks := [getattr(part.backward, where) for where in WHERE])
             ]
             least = [
                 (min(alive), min(alive) - part.residuals) for part, alive in backwards

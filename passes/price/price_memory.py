@@ -17,10 +17,10 @@ import numpy as np
 from ..cost import Exchange, Levels, join_exchanges
 from ..graph import Value
 from ..mesh import AXES, TIME
-from ..price.account import Account, Alive, Held, PartCost, PartLevels
+from ..price.account import WHERE, Account, Alive, Held, PartCost, PartLevels
 from ..shard.parameter_sharding import find_casts
-from ..stage.blocks import Besides, beside_blocks, block_messages
-from ..stage.count_footprint import NOTHING, footprint_of, levels_beside
+from ..stage.blocks import NOTHING, Besides, beside_blocks, block_messages
+from ..stage.count_footprint import footprint_of, levels_beside
 from ..stage.local_stage import LocalStage
 from ..stage.storages import Storages, storages
 
@@ -48,14 +48,14 @@ def with_held(
     if sharing:
         account = _with_messages(account, sharing, experts)
     parts: list[PartCost] = [
-        part.changed(alive=Alive(of.peak), alone=Alive(of.peak))
+        part.changed(**dict.fromkeys(WHERE, Alive(of.peak)))
         for part, of in zip(account.microbatch.values(), usual, strict=True)
     ]
     if sharing and sharing.peaks:
         besides = beside_blocks(sharing.local, experts, sharing.made)
         made = storages(sharing.local)
         parts = [
-            PartLevels(**vars(part), levels=_levels(*pair, besides, bool(experts)))
+            PartLevels(**vars(part), levels=_levels(*pair, besides))
             for part, pair in zip(parts, zip(usual, made, strict=True), strict=True)
         ]
     elif sharing:
@@ -97,19 +97,14 @@ def _pending(name: str, local: LocalStage) -> tuple[str, ...]:
     return tuple(sorted(local.stage.shardings[name].varying - {TIME}))
 
 
-def _levels(
-    usual: Storages, made: Storages, besides: Besides, has_experts: bool
-) -> Levels:
+def _levels(usual: Storages, made: Storages, besides: Besides) -> Levels:
     """As `PartLevels` has them. usual: of a part as it is run; made: of one whose
-    gradients are made, with what is beside it in cases, of which the second half is
-    without neighbours."""
-    rows = levels_beside(made, besides)
-    pieces = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    if not has_experts:
-        pieces = [2 * own for own in pieces]  # there is nothing to leave out
-    own = [[float(usual.before), *map(float, usual.levels)], *pieces[0], *pieces[1]]
-    width = max(map(len, own))
-    return Levels(np.array([[*r, *[NOTHING] * (width - len(r))] for r in own]))
+    gradients are made, with what is beside it."""
+    own, rows = [usual.before, *usual.levels], levels_beside(made, besides)
+    levels = np.full((1 + len(rows), max(len(own), rows.shape[1])), NOTHING)
+    levels[0, : len(own)] = own
+    levels[1:, : rows.shape[1]] = rows
+    return Levels(levels)
 
 
 def _with_messages(

@@ -6,18 +6,19 @@ Counted on the nodes of a rank that holds parameters whole and makes gradients, 
 layer use. Its weights arrive in rows while the block before computes, are whole from
 the block's first use on, each until its own last one. Its gradients stay until the last
 is made, and are then on their way, with the others' addends, until those of the next
-block are. What lies beyond the stage, unless the model ends there, counts as a block
-like the one next to it, since stages are priced in pieces.
+block are. Stages are priced in pieces: where neither the stage nor the model ends, what
+lies beyond a piece counts as a block like the one next to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from operator import add, sub
+from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..capture.lower_precision import CAST
@@ -30,9 +31,12 @@ from ..stage.local_stage import LocalStage
 from ..stage.overlap import READY
 
 Runs = Collection[tuple[int, int]]  # of nodes that are a function, from begin to end
-# What may be beside nodes, in several cases: bytes at each of them; None: that one does
-# not count.
-Besides = Callable[[Sequence[Node], Runs], Sequence[Sequence[int | None]]]
+# What may be beside nodes, in several cases: bytes at each of them, [cases, nodes];
+# `NOTHING` where one does not count.
+Besides = Callable[[Sequence[Node], Runs], np.ndarray]
+NOTHING = -1e18  # less than any bytes are; finite, so that it may be added
+# Whether a stage begins with a piece, and ends with it.
+ENDS = ((False, False), (True, False), (False, True), (True, True))
 
 
 class _Use(NamedTuple):
@@ -101,40 +105,44 @@ def beside_blocks(
     where a block's gradients are ready, when shares of the block before arrive: none of
     these, and as many bytes as of whole gradients. All of these again without
     parameters that no other rank has, `some`, if there are any, which are never
-    gathered; and all of that again for a stage that is no piece of one, with blocks
-    next to it. made: by parameter, gradients."""
+    gathered. All of that for each of `ENDS`, by which there are blocks next to it.
+    made: by parameter, gradients."""
     casts = find_casts(local.prologue, local.params)
     weights = _gathered(local, casts)
     alone = {*some, *(name for name, held in casts.items() if held in some)}
     alone |= {g.name for name, g in made.items() if name in some}
 
-    def besides(nodes: Sequence[Node], runs: Runs) -> list[Sequence[int | None]]:
+    def besides(nodes: Sequence[Node], runs: Runs) -> np.ndarray:
         count = len(nodes)
         read = _uses(nodes, runs, weights)
         grads = _gradients(nodes, made)
-        rows: list[Sequence[int | None]] = []
-        for neighbours in (True, False):
-            before = neighbours and bool(local.receives)
-            after = neighbours and local.loss is None
-            if nodes is not local.forward:
-                before, after = after, before
+        forward = nodes is local.forward
+
+        @cache
+        def rows(before: bool, after: bool) -> list[np.ndarray]:
+            cases = []
             for left_out in (set[str](), alone) if some else (set[str](),):
                 blocks = _blocks(grads, left_out)
                 scattered = _scatter(count, blocks, before)
                 if left_out:  # they are added to what is there
-                    scattered = [*map(sub, scattered, _made(nodes, left_out))]
-                gathered = _gather(count, _blocks(read, left_out), after)
-                both = [*map(add, gathered, scattered)]
-                rows += [scattered, both]
+                    scattered = scattered - _made(nodes, left_out)
+                both = scattered + _gather(count, _blocks(read, left_out), after)
+                cases += [scattered, both]
                 for arriving in (0, 1):
                     ready = _ready(blocks, before, arriving)
-                    rows += [_only(ready, scattered), _only(ready, both)]
-        return rows
+                    cases += [_only(ready, scattered), _only(ready, both)]
+            return cases
+
+        cases = []
+        for begins, ends in ENDS:
+            sides = local.receives and not begins, local.loss is None and not ends
+            cases += rows(*map(bool, sides if forward else sides[::-1]))
+        return np.array(cases)
 
     return besides
 
 
-def _made(nodes: Sequence[Node], names: Collection[str]) -> list[int]:
+def _made(nodes: Sequence[Node], names: Collection[str]) -> np.ndarray:
     """Bytes that gradients take until they are ready, beyond those that they would take
     if they were added to others instead: at the end of the run in which they are made,
     see `passes.stage.runs.gather_runs`, and in the precision in which they are made; or
@@ -182,9 +190,12 @@ def _ready(
     return dict(zip(ends, more, strict=True))
 
 
-def _only(nodes: Mapping[int, int], row: Sequence[int]) -> list[int | None]:
+def _only(nodes: Mapping[int, int], row: np.ndarray) -> np.ndarray:
     """What is beside these nodes, with so much more."""
-    return [n + nodes[i] if i in nodes else None for i, n in enumerate(row)]
+    own = np.full(row.shape, NOTHING)
+    for i, more in nodes.items():
+        own[i] = row[i] + more
+    return own
 
 
 def _uses(nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value]) -> list[_Use]:
@@ -240,11 +251,11 @@ class _Alive:
             self.changes[begin] += size
             self.changes[end] -= size
 
-    def levels(self) -> list[int]:
-        return list(accumulate(self.changes[:-1]))
+    def levels(self) -> np.ndarray:
+        return np.cumsum(self.changes[:-1], dtype=np.float64)
 
 
-def _gather(nodes: int, blocks: Sequence[Sequence[_Use]], more: bool) -> list[int]:
+def _gather(nodes: int, blocks: Sequence[Sequence[_Use]], more: bool) -> np.ndarray:
     """more: another block is gathered while the last one computes."""
     alive, start = _Alive(nodes), 0
     sizes = [sum(use.bytes for use in block) for block in blocks]
@@ -263,7 +274,7 @@ def _gather(nodes: int, blocks: Sequence[Sequence[_Use]], more: bool) -> list[in
     return alive.levels()
 
 
-def _scatter(nodes: int, blocks: Sequence[Sequence[_Use]], before: bool) -> list[int]:
+def _scatter(nodes: int, blocks: Sequence[Sequence[_Use]], before: bool) -> np.ndarray:
     """before: gradients of another block are on their way when the first begins."""
     alive = _Alive(nodes)
     sizes = [sum(use.bytes for use in block) for block in blocks]

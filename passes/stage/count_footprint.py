@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from ..graph_text import DTYPES
 from ..mesh import PIPELINE
 from ..ops.attention import passed_round, ring_of
@@ -20,7 +22,6 @@ from ..stage.local_stage import LocalStage
 from ..stage.storages import Storages, storages
 
 Parts = tuple[Storages, Storages, Storages]
-NOTHING = -1e18  # less than any bytes are; finite, so that it may be added
 
 
 def footprint(local: LocalStage) -> Footprint:
@@ -52,20 +53,11 @@ def footprint_of(local: LocalStage, parts: Parts) -> Footprint:
     )
 
 
-def levels_beside(part: Storages, besides: Besides) -> list[list[float]]:
+def levels_beside(part: Storages, besides: Besides) -> np.ndarray:
     """Bytes alive before the first node and while each one runs, with each of several
-    things beside, that no value stands for; `NOTHING` where these do not count."""
-    rows = besides(part.nodes, part.runs)
-    return [
-        [
-            float(part.before),
-            *(
-                NOTHING if y is None else float(x + y)
-                for x, y in zip(part.levels, row, strict=True)
-            ),
-        ]
-        for row in rows
-    ]
+    things beside that no value stands for, [cases, 1 + nodes]."""
+    rows = besides(part.nodes, part.runs) + np.array(part.levels)
+    return np.insert(rows, 0, part.before, axis=1)
 
 
 def residuals_by_layer(local: LocalStage) -> dict[str, int]:
