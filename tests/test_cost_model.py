@@ -207,16 +207,31 @@ def test_all_views_of_shares_that_are_replicated_say_the_same(zero: int) -> None
     same_by_all(Drawn("tied", "model", cluster_of("4xA100-80GB"), candidate))
 
 
+def both_accounts(zero: int, schedule: str, layers: tuple[int, ...], of: str) -> None:
+    """What stages of so many layers hold, shared out over two ranks each."""
+    mesh = Mesh((("pp", len(layers)), ("dp", 2)))
+    wanted = Candidate(mesh, 2, 4, schedule, 1, zero, "none", layers)
+    devices = cluster_of(f"{mesh.size}xA100-80GB")
+    e, program = views(Drawn(of, "model", devices, wanted))
+    compiled = estimate_program(program, devices)
+    for mine, planned in zip(compiled.memory, e.memory, strict=True):
+        assert sum(planned.values()) == pytest.approx(sum(mine.values()), rel=3e-3)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_no_block_is_beside_a_layer_where_its_stage_ends(schedule: str) -> None:
     """Stages of two layers: each has a neighbour on one side."""
-    own = (schedule, 1, 2, "none", (2, 2))
-    wanted = Candidate(Mesh.parse("pp=2,dp=2"), 2, 4, *own)
-    drawn = Drawn("untied", "model", cluster_of("4xA100-80GB"), wanted)
-    e, program = views(drawn)
-    compiled = estimate_program(program, drawn.devices)
-    for mine, planned in zip(compiled.memory, e.memory, strict=True):
-        assert sum(planned.values()) == pytest.approx(sum(mine.values()), rel=3e-3)
+    both_accounts(2, schedule, (2, 2), "untied")
+
+
+@pytest.mark.parametrize(
+    ("layers", "of"),
+    [((2, 2), "untied"), ((1, 1, 1, 1), "untied"), ((2, 2), "wide llama")],
+)
+def test_functions_end_where_weights_are_waited_for(layers, of) -> None:
+    """What the first of them is given is let go of before these are whole, and what is
+    computed with them is made after their rows are gone."""
+    both_accounts(3, "1f1b", layers, of)
 
 
 def test_what_is_cast_under_zero_3_is_a_share() -> None:

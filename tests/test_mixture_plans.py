@@ -56,6 +56,7 @@ def on_paper(name: str, mesh: str, zero: int, precision: str = "model") -> Estim
 
 CASES = [
     ("mixtral", "ep=2", 3, "model"),
+    ("mixtral", "pp=2,ep=2", 3, "model"),
     ("mixtral", "dp=2,ep=2", 1, "bf16"),
     ("switch", "pp=2,ep=2", 1, "model"),
     ("switch", "dp=2,ep=2", 2, "model"),
@@ -82,7 +83,7 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
     for terms, held in zip(found.memory, program.memory, strict=True):
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))
-        assert 0.999 < sum(terms.values()) / held.total < 1.015
+        assert 0.999 < sum(terms.values()) / held.total < 1.005
 
 
 def test_ranks_with_other_experts_reduce_none_of_them() -> None:

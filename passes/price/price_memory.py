@@ -19,8 +19,8 @@ from ..graph import Value
 from ..mesh import AXES, TIME
 from ..price.account import WHERE, Account, Alive, Held, PartCost, PartLevels
 from ..shard.parameter_sharding import find_casts
-from ..stage.blocks import NOTHING, Besides, beside_blocks, block_messages
-from ..stage.count_footprint import footprint_of, levels_beside
+from ..stage.blocks import NOTHING, block_messages
+from ..stage.count_footprint import footprint_of, levels_by_block
 from ..stage.local_stage import LocalStage
 from ..stage.storages import Storages, storages
 
@@ -52,11 +52,10 @@ def with_held(
         for part, of in zip(account.microbatch.values(), usual, strict=True)
     ]
     if sharing and sharing.peaks:
-        besides = beside_blocks(sharing.local, experts, sharing.made)
-        made = storages(sharing.local)
+        by_block = levels_by_block(sharing.local, sharing.made, experts)
         parts = [
-            PartLevels(**vars(part), levels=_levels(*pair, besides))
-            for part, pair in zip(parts, zip(usual, made, strict=True), strict=True)
+            PartLevels(**vars(part), levels=_levels(own, rows))
+            for part, own, rows in zip(parts, usual, by_block, strict=True)
         ]
     elif sharing:
         parts = [PartLevels(**vars(part)) for part in parts]
@@ -97,10 +96,10 @@ def _pending(name: str, local: LocalStage) -> tuple[str, ...]:
     return tuple(sorted(local.stage.shardings[name].varying - {TIME}))
 
 
-def _levels(usual: Storages, made: Storages, besides: Besides) -> Levels:
-    """As `PartLevels` has them. usual: of a part as it is run; made: of one whose
-    gradients are made, with what is beside it."""
-    own, rows = [usual.before, *usual.levels], levels_beside(made, besides)
+def _levels(usual: Storages, rows: np.ndarray) -> Levels:
+    """As `PartLevels` has them. usual: of a part as it is run; rows: what is alive by
+    block, see `passes.stage.count_footprint.levels_by_block`."""
+    own = [usual.before, *usual.levels]
     levels = np.full((1 + len(rows), max(len(own), rows.shape[1])), NOTHING)
     levels[0, : len(own)] = own
     levels[1:, : rows.shape[1]] = rows

@@ -12,8 +12,8 @@ lies beyond a piece counts as a block like the one next to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import NamedTuple
@@ -23,17 +23,14 @@ import torch
 
 from ..capture.lower_precision import CAST
 from ..cost import Amounts
-from ..graph import Node, Value
+from ..graph import Location, Node, Value
 from ..ops.cotangents import ZEROS
 from ..ops.memory import may_alias
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
-from ..stage.overlap import READY
+from ..stage.overlap import PAUSE, READY
 
 Runs = Collection[tuple[int, int]]  # of nodes that are a function, from begin to end
-# What may be beside nodes, in several cases: bytes at each of them, [cases, nodes];
-# `NOTHING` where one does not count.
-Besides = Callable[[Sequence[Node], Runs], np.ndarray]
 NOTHING = -1e18  # less than any bytes are; finite, so that it may be added
 # Whether a stage begins with a piece, and ends with it.
 ENDS = ((False, False), (True, False), (False, True), (True, True))
@@ -97,49 +94,71 @@ def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
     return {v.name: v for v in (*local.params, *made)}
 
 
-def beside_blocks(
-    local: LocalStage, some: Collection[str], made: Mapping[str, Value]
-) -> Besides:
-    """For `passes.stage.count_footprint`: gradients by block, as in ZeRO-2; and weights
-    too, as in ZeRO-3, in the precision in which they are gathered; and either only
-    where a block's gradients are ready, when shares of the block before arrive: none of
-    these, and as many bytes as of whole gradients. All of these again without
-    parameters that no other rank has, `some`, if there are any, which are never
-    gathered. All of that for each of `ENDS`, by which there are blocks next to it.
-    made: by parameter, gradients."""
-    casts = find_casts(local.prologue, local.params)
-    weights = _gathered(local, casts)
-    alone = {*some, *(name for name, held in casts.items() if held in some)}
-    alone |= {g.name for name, g in made.items() if name in some}
+class Blocks:
+    """What is beside the nodes of a stage, by block: gradients, as in ZeRO-2; and
+    weights too, as in ZeRO-3, in the precision in which they are gathered.
 
-    def besides(nodes: Sequence[Node], runs: Runs) -> np.ndarray:
+    made: by parameter, gradients. left_out: names of parameters that no other rank has,
+    which are never gathered.
+    """
+
+    def __init__(
+        self, local: LocalStage, made: Mapping[str, Value], left_out: Collection[str]
+    ) -> None:
+        self.local, self.made = local, made
+        casts = find_casts(local.prologue, local.params)
+        self.weights = _gathered(local, casts)
+        of_casts = (name for name, held in casts.items() if held in left_out)
+        of_made = (g.name for name, g in made.items() if name in left_out)
+        self.left_out = {*left_out, *of_casts, *of_made}
+
+    @property
+    def gathering(self) -> LocalStage:
+        """The stage, with a pause before each block's first use, when it is waited for:
+        functions end there."""
+        local = self.local
+        forward, backward = self._paused(local.forward), self._paused(local.backward)
+        weight = local.weight_half and self._paused(local.weight_half)
+        return replace(local, forward=forward, backward=backward, weight_half=weight)
+
+    def _paused(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        placed: list[Node] = []
+        done = 0
+        for first, *_ in _blocks(_uses(nodes, (), self.weights), self.left_out):
+            where = Location(first.layer)
+            pause = Node(PAUSE, ((),), {}, (), where)
+            placed += [*nodes[done : first.first], pause]
+            done = first.first
+        return (*placed, *nodes[done:])
+
+    def beside(
+        self, nodes: Sequence[Node], runs: Runs, forward: bool, gathers: bool
+    ) -> np.ndarray:
+        """Bytes beside each node for each of `ENDS`, by which there are blocks next to
+        these; and again only where a block's gradients are ready, when shares of the
+        block before arrive: none of these, and as many bytes as of whole gradients,
+        [ends, 3, nodes]; `NOTHING` at other nodes. gathers: as in ZeRO-3; nodes: of
+        `gathering` then."""
         count = len(nodes)
-        read = _uses(nodes, runs, weights)
-        grads = _gradients(nodes, made)
-        forward = nodes is local.forward
+        grads = _blocks(_gradients(nodes, self.made), self.left_out)
+        # They are added to what is there.
+        less = _made(nodes, self.left_out) if self.left_out else 0
+        uses = _uses(nodes, runs, self.weights) if gathers else []
+        read = _blocks(uses, self.left_out)
 
         @cache
         def rows(before: bool, after: bool) -> list[np.ndarray]:
-            cases = []
-            for left_out in (set[str](), alone) if some else (set[str](),):
-                blocks = _blocks(grads, left_out)
-                scattered = _scatter(count, blocks, before)
-                if left_out:  # they are added to what is there
-                    scattered = scattered - _made(nodes, left_out)
-                both = scattered + _gather(count, _blocks(read, left_out), after)
-                cases += [scattered, both]
-                for arriving in (0, 1):
-                    ready = _ready(blocks, before, arriving)
-                    cases += [_only(ready, scattered), _only(ready, both)]
-            return cases
+            beside = _scatter(count, grads, before) - less
+            if gathers:
+                beside = beside + _gather(count, read, after)
+            ready = (_ready(grads, before, arriving) for arriving in (0, 1))
+            return [beside, *(_only(more, beside) for more in ready)]
 
         cases = []
         for begins, ends in ENDS:
-            sides = local.receives and not begins, local.loss is None and not ends
-            cases += rows(*map(bool, sides if forward else sides[::-1]))
+            sides = self.local.receives and not begins, not (self.local.loss or ends)
+            cases.append(rows(*map(bool, sides if forward else sides[::-1])))
         return np.array(cases)
-
-    return besides
 
 
 def _made(nodes: Sequence[Node], names: Collection[str]) -> np.ndarray:
@@ -262,13 +281,11 @@ def _gather(nodes: int, blocks: Sequence[Sequence[_Use]], more: bool) -> np.ndar
     sizes.append(sizes[-1] if sizes and more else 0)
     for i, block in enumerate(blocks):
         begin = block[0].first
-        alive.add(start, begin, sizes[i])
-        # A tensor that is alone becomes whole where it arrived; rows of the next block
-        # take the place of those that were copied.
-        rows = sizes[i] if len(block) > 1 else 0
-        alive.add(begin, begin + 1, max(0, rows - sizes[i + 1]))
+        # It is whole, beside its rows, while it is waited for: in the pause before. A
+        # tensor that is alone becomes whole where it arrived.
+        alive.add(start, begin - (len(block) == 1), sizes[i])
         for use in block:
-            alive.add(begin, use.last + 1, use.bytes)
+            alive.add(begin - 1, use.last + 1, use.bytes)
         start = begin
     alive.add(start, nodes, sizes[-1])
     return alive.levels()

@@ -7,9 +7,11 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from ..graph import Value
 from ..graph_text import DTYPES
 from ..mesh import PIPELINE
 from ..ops.attention import passed_round, ring_of
@@ -17,7 +19,7 @@ from ..ops.memory import find_owners
 from ..schedule.footprint import Communication, Footprint
 from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_made
-from ..stage.blocks import Besides
+from ..stage.blocks import NOTHING, Blocks
 from ..stage.local_stage import LocalStage
 from ..stage.storages import Storages, storages
 
@@ -53,11 +55,39 @@ def footprint_of(local: LocalStage, parts: Parts) -> Footprint:
     )
 
 
-def levels_beside(part: Storages, besides: Besides) -> np.ndarray:
-    """Bytes alive before the first node and while each one runs, with each of several
-    things beside that no value stands for, [cases, 1 + nodes]."""
-    rows = besides(part.nodes, part.runs) + np.array(part.levels)
-    return np.insert(rows, 0, part.before, axis=1)
+def levels_by_block(
+    local: LocalStage, made: Mapping[str, Value], some: Collection[str]
+) -> list[np.ndarray]:
+    """Bytes alive before the first node of each part of a microbatch and while each one
+    runs, with what ZeRO has beside, see `passes.stage.blocks.Blocks`: [cases, 1 +
+    nodes], where cases are ends x what is left out (nothing; some parameters, if there
+    are any) x when x ZeRO-2 or ZeRO-3.
+
+    local: of a rank that holds parameters whole and makes gradients, `made`.
+    """
+    rows: list[list[np.ndarray]] = [[], [], []]  # by part
+    usual = storages(local)
+    for left_out in (set[str](), some) if some else (set[str](),):
+        blocks = Blocks(local, made, left_out)
+        gathering = storages(blocks.gathering)
+        for number, parts in enumerate(zip(usual, gathering, strict=True)):
+            for gathers, part in enumerate(parts):
+                how = number == 0, bool(gathers)
+                beside = blocks.beside(part.nodes, part.runs, *how)
+                levels = beside + np.array(part.levels)
+                rows[number].append(np.insert(levels, 0, part.before, axis=-1))
+    return [_in_order(own) for own in rows]
+
+
+def _in_order(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins [ends, when, nodes] of pairs of ZeRO-2 and 3, of which the latter has more
+    nodes: [ends x pairs x when x 2, nodes]."""
+    ends, when, width = rows[-1].shape
+    width = max(own.shape[-1] for own in rows)
+    joined = np.full((ends, len(rows) // 2, when, 2, width), NOTHING)
+    for i, own in enumerate(rows):
+        joined[:, i // 2, :, i % 2, : own.shape[-1]] = own
+    return joined.reshape(-1, width)
 
 
 def residuals_by_layer(local: LocalStage) -> dict[str, int]:
