@@ -62,10 +62,30 @@ SMALL: dict[str, Any] = {
 
 # What some need beside, or must not have (None).
 KIMI = {"num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4}
+THETA = {"rope_theta": 10000.0}
+INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+    **{"d_rel": 4, "rel_extent": 8, "sliding_window_size": 8},
+    **{"unpadded_vocab_size": VOCAB, "n_layers_per_attn_res_block": 1},
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**KIMI, "layer_group_size": 2, "num_expert_group": 2},
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default"} | THETA},
+    },
     "cpmant": {"dim_head": 8, "prompt_types": 2, "segment_types": 2},
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **{"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
+    },
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        **{"mlp_layer_types": ["dense", "sparse"], "per_layer_config": {}},
+        **{"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2},
+        **{"shared_experts_intermediate_size": 24, "head_dim": 12, "n_group": 1},
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
@@ -79,6 +99,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "inkling2_text": INKLING,
+    "inkling2_loop_text": {
+        **INKLING,
+        **{"layer_types": ["hybrid_sliding", "hybrid"] * 2, "num_hidden_layers": 4},
+        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3},
+        **{"loop_num_passes": 2, "loop_gate_rank": 4},
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "kimi_linear": {**KIMI, "mlp_layer_types": ["dense", "sparse"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -92,6 +119,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": None,
         "num_decoder_layers": 2,
         "num_decoder_attention_heads": 4,
+    },
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        **{"hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 32},
+        **{"heads_per_ngram": 2, "ngram_vocab_size_base": 50},
+        **{"make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": 4, "indexer_compress_ratio": 2},
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 8},
     "xlnet": {"max_position_embeddings": None},
@@ -112,6 +147,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
+# What some compute in float32 whatever their parameters are.
+IN_FLOAT32 = ("inkling2_loop_text", "inkling2_text", "xglm")
 
 MESHES: dict[str, dict[str, Any]] = {
     "pp=2,tp=2": {"microbatches": 3},
@@ -161,7 +198,8 @@ def build(name: str) -> nn.Module:
         if count > MOST:
             raise NotBuilt(f"{count:,} parameters")
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).double().eval()
+        model = AutoModelForCausalLM.from_config(config).eval()
+        return model.float() if name in IN_FLOAT32 else model.double()
     except NotBuilt:
         raise
     except Exception as error:  # the library's own, of any kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -178,6 +179,17 @@ def test_attention_may_be_causal_beside_a_mask() -> None:
 
 def test_what_no_grad_gives_as_it_is_keeps_its_gradient() -> None:
     case(partial(Written, "mlp", looked_at)).verify("dp=2", 1)
+
+
+def test_what_has_no_gradient_may_be_copied_in_depth() -> None:
+    """As caches are, of which some layers are copied."""
+    case(
+        partial(
+            Written,
+            "mlp",
+            lambda m, x: x * sum(copy.deepcopy([x.detach(), torch.tensor(2.0)])),
+        )
+    ).verify("dp=2,tp=2", 1)
 
 
 def capped(x: Tensor, most: float) -> Tensor:

@@ -98,6 +98,8 @@ class Unseen(TorchFunctionMode):
     ) -> Any:
         if func == DATA:
             return args[0].detach()
+        if func is Tensor.__deepcopy__ and not args[0].requires_grad:
+            func, args = Tensor.clone, args[:1]  # its own looks at a storage
         if func in ON_TENSORS:
             raise CaptureError(
                 f"forward puts a hook on a gradient ({ON_TENSORS[func]}), which "
