@@ -237,27 +237,32 @@ def at_ends(account: Account, begins: bool, ends: bool) -> Account:
     return account.with_alive(alive)
 
 
-def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
+def in_a_row(whole: Account, parts: Sequence[Account], tied: Held) -> Account:
     """The account of parts that run one after another, which add up to `whole`, but for
     the most that they have alive (of each it is beside the residuals of those before
-    it) and for messages, which are those of both ends."""
+    it) and for messages, which are those of both ends. tied: weights of the last part
+    that the model's first uses as well."""
     alike = [(part, len(list(same))) for part, same in groupby(parts)]
     most = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), Alive())
     residuals = weight_residuals = 0.0
+    # With ZeRO such a weight is whole for a forward, and its gradient once it is made;
+    # the last part's own account has both.
+    weights = Alive(zero_3=tied.read, zero_3_but_experts=tied.read)
+    grads = Alive(0.0, *[tied.trained] * (len(vars(weights)) - 1))
+    by_half = (Alive(), grads) if parts[-1].weight.scattered.calls else (grads, Alive())
+    own = {FORWARD: weights, BACKWARD: by_half[0], WEIGHT: by_half[1]}
     for part, count in alike:
+        alive = {k: p.alive for k, p in part.microbatch.items()}
+        if tied.read and part is not parts[-1]:
+            alive = {k: x + own[k] for k, x in alive.items()}
         # Of equal ones in a row the first or the last has most beside it.
         beside = residuals + max(0.0, (count - 1) * part.residuals)
-        most[FORWARD] = most[FORWARD].largest(part.forward.alive, beside)
-        most[BACKWARD] = most[BACKWARD].largest(part.backward.alive, beside)
+        most[FORWARD] = most[FORWARD].largest(alive[FORWARD], beside)
+        most[BACKWARD] = most[BACKWARD].largest(alive[BACKWARD], beside)
         beside = weight_residuals + max(0.0, (count - 1) * part.weight_residuals)
-        most[WEIGHT] = most[WEIGHT].largest(part.weight.alive, beside)
+        most[WEIGHT] = most[WEIGHT].largest(alive[WEIGHT], beside)
         residuals += count * part.residuals
         weight_residuals += count * part.weight_residuals
-    # A weight that both ends use is whole between its uses, and so is its gradient.
-    tied = max(0.0, sum(p.held.parameters for p in parts) - whole.held.parameters)
-    if tied:
-        most[FORWARD] += Alive(zero_3=tied, zero_3_but_experts=tied)
-        most[BACKWARD] += Alive(0.0, *[tied] * 12)
     account = whole.with_alive(most.values())
     return account.changed(received=parts[0].received, sent=parts[-1].sent)
 

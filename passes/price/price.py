@@ -40,7 +40,7 @@ def price(
 
 def _with_made(account: Account, sharing: Sharing, device: Device) -> Account:
     """With what the backward takes more whose gradients are made."""
-    local, made, _ = sharing
+    local, made, *_ = sharing
     experts = {made[name].name for name in find_experts(local) & made.keys()}
     halves = []
     parts = account.backward, account.weight

@@ -8,7 +8,7 @@ layer is compiled once, whatever the depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -83,7 +83,7 @@ class LayerPrices:
             total, counted = self.whole, self.runs
         if runs != counted and self.more is not None:
             total = total.plus(self.more, runs - counted)
-        account = in_a_row(total, row)
+        account = in_a_row(total, row, self.tied if last else Held())
         return account if first == last else replace(account, tied=self.tied)
 
     @cached_property
@@ -115,6 +115,7 @@ class LayerPrices:
         return Held(
             max(0.0, twice.parameters - once.parameters),
             max(0.0, twice.trained - once.trained),
+            max(0.0, twice.read - once.read),
         )
 
     def combine(
@@ -181,6 +182,19 @@ class Cut:
     def whole(self) -> Stage:
         return self.stages[0]
 
+    @property
+    def last(self) -> Stage | None:
+        """The last run by itself."""
+        return self.stages[2 + (len(self.stages) > 3)] if self.stages[1:] else None
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Names in the last run of parameters that the first one uses as well."""
+        if (last := self.last) is None:
+            return frozenset()
+        there = {*self.stages[1].names.values()}
+        return frozenset(v.name for v in last.params if last.names[v.name] in there)
+
     @cached_property
     def whole_backwards(self) -> tuple[Joints, ...]:
         """Forward and backward of each stage."""
@@ -246,7 +260,7 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
     backwards = cut.split_backwards if halves else cut.whole_backwards
     several = {0, len(backwards) - 1} if cut.deeper else set()
     whole, *row = [
-        _price(joints, plan, cut.counts, device, i not in several)
+        _price(joints, plan, cut, device, i not in several)
         for i, joints in enumerate(backwards)
     ]
     if not row:
@@ -259,14 +273,16 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
 
 
 def _price(
-    joints: Joints, plan: Plan, counts: Collection[str], device: Device, peaks: bool
+    joints: Joints, plan: Plan, cut: Cut, device: Device, peaks: bool
 ) -> Account:
     """peaks: whether what is alive at once counts."""
     policies = joints.usual.stage.policies(plan)
     local, sharing = finish(joints.usual, policies), None
     if joints.makes:
-        sharing = Sharing(finish(joints.makes, policies), joints.makes.made, peaks)
-    made = [n for n in local.prologue if any(v.name in counts for v in n.results)]
+        tied = cut.tied if local.stage is cut.last else ()
+        makes = finish(joints.makes, policies)
+        sharing = Sharing(makes, joints.makes.made, peaks, tied)
+    made = [n for n in local.prologue if any(v.name in cut.counts for v in n.results)]
     added = join_exchanges(_added_up(node, local.prologue) for node in made)
     return price(local, device, sharing).changed(counts=added)
 

@@ -28,11 +28,13 @@ from ..stage.storages import Storages, storages
 class Sharing(NamedTuple):
     """What tells how ranks would run a stage that held shares of its parameters: the
     stage whose backward makes gradients; parameter -> its gradient there. peaks:
-    whether it is told what would be alive at once."""
+    whether it is told what would be alive at once. tied: see
+    `passes.stage.blocks.Blocks`."""
 
     local: LocalStage
     made: Mapping[str, Value]
     peaks: bool = True
+    tied: Collection[str] = ()
 
 
 def with_held(
@@ -52,7 +54,7 @@ def with_held(
         for part, of in zip(account.microbatch.values(), usual, strict=True)
     ]
     if sharing and sharing.peaks:
-        by_block = levels_by_block(sharing.local, sharing.made, experts)
+        by_block = levels_by_block(sharing.local, sharing.made, experts, sharing.tied)
         parts = [
             PartLevels(**vars(part), levels=_levels(own, rows))
             for part, own, rows in zip(parts, usual, by_block, strict=True)
@@ -110,7 +112,7 @@ def _with_messages(
     account: Account, sharing: Sharing, experts: Collection[str]
 ) -> Account:
     """With messages of parameters and gradients, by block, see `passes.price.share`."""
-    local, made, _ = sharing
+    local, made, *_ = sharing
     halves = [
         part.changed(
             gathered=block_messages(local, nodes, experts),

@@ -99,32 +99,46 @@ class Blocks:
     weights too, as in ZeRO-3, in the precision in which they are gathered.
 
     made: by parameter, gradients. left_out: names of parameters that no other rank has,
-    which are never gathered.
+    which are never gathered. tied: of those that the model's begin uses as well, which
+    this is the end of: they are whole for a forward, and their gradients from when they
+    are ready to the end of a backward.
     """
 
     def __init__(
-        self, local: LocalStage, made: Mapping[str, Value], left_out: Collection[str]
+        self,
+        local: LocalStage,
+        made: Mapping[str, Value],
+        left_out: Collection[str],
+        tied: Collection[str] = (),
     ) -> None:
         self.local, self.made = local, made
         casts = find_casts(local.prologue, local.params)
         self.weights = _gathered(local, casts)
-        of_casts = (name for name, held in casts.items() if held in left_out)
-        of_made = (g.name for name, g in made.items() if name in left_out)
-        self.left_out = {*left_out, *of_casts, *of_made}
+
+        def all_of(names: Collection[str]) -> set[str]:
+            of_casts = (name for name, held in casts.items() if held in names)
+            of_made = (g.name for name, g in made.items() if name in names)
+            return {*names, *of_casts, *of_made}
+
+        self.left_out, self.tied = all_of(left_out), all_of(tied)
 
     @property
     def gathering(self) -> LocalStage:
         """The stage, with a pause before each block's first use, when it is waited for:
         functions end there."""
         local = self.local
-        forward, backward = self._paused(local.forward), self._paused(local.backward)
+        forward = self._paused(local.forward, self.tied)
+        backward = self._paused(local.backward)
         weight = local.weight_half and self._paused(local.weight_half)
         return replace(local, forward=forward, backward=backward, weight_half=weight)
 
-    def _paused(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    def _paused(
+        self, nodes: Sequence[Node], apart: Collection[str] = ()
+    ) -> tuple[Node, ...]:
         placed: list[Node] = []
         done = 0
-        for first, *_ in _blocks(_uses(nodes, (), self.weights), self.left_out):
+        uses = _uses(nodes, (), self.weights)
+        for first, *_ in _blocks(uses, self.left_out.union(apart)):
             where = Location(first.layer)
             pause = Node(PAUSE, ((),), {}, (), where)
             placed += [*nodes[done : first.first], pause]
@@ -140,19 +154,26 @@ class Blocks:
         [ends, 3, nodes]; `NOTHING` at other nodes. gathers: as in ZeRO-3; nodes: of
         `gathering` then."""
         count = len(nodes)
-        grads = _blocks(_gradients(nodes, self.made), self.left_out)
-        # They are added to what is there.
-        less = _made(nodes, self.left_out) if self.left_out else 0
+        ready = _gradients(nodes, self.made)
+        grads = _blocks(ready, self.left_out | self.tied)
         uses = _uses(nodes, runs, self.weights) if gathers else []
-        read = _blocks(uses, self.left_out)
+        read = _blocks(uses, self.left_out | self.tied if forward else self.left_out)
+        stays = _Alive(count)
+        for use in (use for use in ready if use.name in self.tied):
+            stays.add(use.first + 1, count, use.bytes)
+        for use in (use for use in uses if forward and use.name in self.tied):
+            stays.add(0, count, use.bytes)
+        fixed = stays.levels()
+        if self.left_out:  # they are added to what is there
+            fixed = fixed - _made(nodes, self.left_out)
 
         @cache
         def rows(before: bool, after: bool) -> list[np.ndarray]:
-            beside = _scatter(count, grads, before) - less
+            beside = _scatter(count, grads, before) + fixed
             if gathers:
                 beside = beside + _gather(count, read, after)
-            ready = (_ready(grads, before, arriving) for arriving in (0, 1))
-            return [beside, *(_only(more, beside) for more in ready)]
+            more = (_ready(grads, before, arriving) for arriving in (0, 1))
+            return [beside, *(_only(own, beside) for own in more)]
 
         cases = []
         for begins, ends in ENDS:

@@ -56,7 +56,10 @@ def footprint_of(local: LocalStage, parts: Parts) -> Footprint:
 
 
 def levels_by_block(
-    local: LocalStage, made: Mapping[str, Value], some: Collection[str]
+    local: LocalStage,
+    made: Mapping[str, Value],
+    some: Collection[str],
+    tied: Collection[str],
 ) -> list[np.ndarray]:
     """Bytes alive before the first node of each part of a microbatch and while each one
     runs, with what ZeRO has beside, see `passes.stage.blocks.Blocks`: [cases, 1 +
@@ -68,7 +71,7 @@ def levels_by_block(
     rows: list[list[np.ndarray]] = [[], [], []]  # by part
     usual = storages(local)
     for left_out in (set[str](), some) if some else (set[str](),):
-        blocks = Blocks(local, made, left_out)
+        blocks = Blocks(local, made, left_out, tied)
         gathering = storages(blocks.gathering)
         for number, parts in enumerate(zip(usual, gathering, strict=True)):
             for gathers, part in enumerate(parts):
