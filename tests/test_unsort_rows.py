@@ -335,6 +335,30 @@ def test_numbers_are_counted_after_some_were_replaced() -> None:
     assert [numbers_of(v, made) for v in filled] == [5, 8, 6]
 
 
+class Named(nn.Module):
+    """A table names numbers, of which scores are gathered, and rows looked up, one of
+    them from the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(6).view(3, 2) % 4)
+        self.scores = nn.Parameter(torch.ones(2, 5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        chosen, last = self.table[ids], self.table[ids] - 1
+        scores = self.scores.gather(1, chosen) + self.scores.T[last].sum(-1)
+        return (scores * chosen.flatten().view(2, 2)).sum()
+
+
+def test_numbers_are_as_many_as_the_scores_they_pick() -> None:
+    """An index of Python's may be less than 0 as well."""
+    graph = trace(Named(), {"ids": torch.tensor([0, 2])}).graph
+    made = {v.name: node for node in graph.nodes for v in node.results}
+    flat = next(n for n in graph.nodes if n.name in ("aten.flatten", "aten.reshape"))
+    last = next(n for n in graph.nodes if n.name == "aten.sub")
+    assert [numbers_of(v, made) for v in (flat.out, last.out)] == [5, None]
+
+
 def test_an_expert_that_does_nothing_is_no_expert() -> None:
     """As Zaya has one more choice than experts."""
     transformers = pytest.importorskip("transformers")

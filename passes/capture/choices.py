@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..capture.distinct import distinct_dims
+from ..capture.input_ranges import rows_looked_up
 from ..capture.rows import ZEROS
 from ..graph import Node, Value
 from ..ops.op import op_of, shows_all
@@ -101,6 +102,20 @@ def find_choices(v: Value, made: Mapping[str, Node]) -> tuple[Value, tuple[Parts
 
 def numbers_of(choices: Value, made: Mapping[str, Node]) -> int | None:
     """How many numbers choices may be, 0 and up; None if that is not known."""
+    known = _numbers_made(choices, made)
+    return _numbers_used(choices, made) if known is None else known
+
+
+def _numbers_used(choices: Value, made: Mapping[str, Node]) -> int | None:
+    """How many rows the smallest table has in which choices are looked up, as scores of
+    experts by those that a table names for a token: any other is an error."""
+    users = (node for node in made.values() if choices in node.operands)
+    lookups = filter(None, map(rows_looked_up, users))
+    return min((rows for index, rows in lookups if index == choices), default=None)
+
+
+def _numbers_made(choices: Value, made: Mapping[str, Node]) -> int | None:
+    """The same, by how choices are made."""
     node = made.get(choices.name)
     if node is None or not node.operands:
         return None

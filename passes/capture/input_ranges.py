@@ -166,14 +166,21 @@ def _note_uses(
                 uses[o.field].is_mask = True
 
 
+def rows_looked_up(node: Node) -> tuple[Value, int] | None:
+    """An index that is in no table from its end, and how many rows that has in which a
+    node looks it up."""
+    if not (looks_up := op_of(node).looks_up):
+        return None
+    (table, index, place), bound = looks_up.split(), _arguments(node)
+    dim = int(place) if place.isdigit() else bound.get(place) or 0
+    return (bound[index], bound[table].shape[dim]) if bound[table].shape else None
+
+
 def _lookups(node: Node) -> Iterator[tuple[Any, int]]:
     """(index, rows of the table) of each that a node looks up."""
     name, bound = bare(node.op), _arguments(node)
-    if looks_up := op_of(node).looks_up:
-        table, index, place = looks_up.split()
-        dim = int(place) if place.isdigit() else bound.get(place) or 0
-        if bound[table].shape:
-            yield bound[index], bound[table].shape[dim]
+    if (known := rows_looked_up(node)) is not None:
+        yield known
     elif name in ("index", "index_put", "_unsafe_index"):
         for dim, index in enumerate(bound["indices"]):
             if index is not None and index.dtype is not torch.bool:
