@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import Case
-from models import llama, mixture, next_token_loss, plain_gpt
+from models import llama, mixture, next_token_loss, plain_gpt, switch_gpt
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
@@ -78,9 +78,18 @@ MODELS: dict[str, Callable[[], Case]] = {
     "untied": lambda: plain_gpt(layers=LAYERS, batch=SAMPLES, tied=False),
     "llama": lambda: llama(layers=LAYERS, heads=8, kv_heads=4, batch=SAMPLES),
     "mixtral": lambda: mixture("mixtral", {"batch": SAMPLES}, num_hidden_layers=LAYERS),
+    "shared": lambda: mixture(
+        "qwen2_moe",
+        {"batch": SAMPLES},
+        num_hidden_layers=LAYERS,
+        shared_expert_intermediate_size=32,
+    ),
+    "switch": lambda: switch_gpt(layers=LAYERS, batch=SAMPLES),
+    "top 2": lambda: switch_gpt(layers=LAYERS, batch=SAMPLES, top_k=2),
     "wide": wide_gpt,
     "wide llama": wide_llama,
 }
+MIXTURES = ("mixtral", "shared", "switch", "top 2")
 model = cache(lambda name: MODELS[name]())
 
 
@@ -101,7 +110,7 @@ class Drawn(NamedTuple):
 def draw(seed: int) -> Drawn:
     chance = random.Random(seed)
     name = chance.choice(tuple(MODELS))
-    experts = 2 * OF_EXPERTS if name == "mixtral" else ()
+    experts = 2 * OF_EXPERTS if name in MIXTURES else ()
     precision = chance.choice(("model", "bf16", "bf16-stream"))
     groups = find_groups(captured(name, precision).named)
     mesh = with_groups(Mesh.parse(chance.choice((*MESHES, *experts))), groups)

@@ -15,6 +15,7 @@ from autopar.passes.pipeline import compile_program
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.price.estimate import Estimate
+from autopar.passes.schedule_stages import estimate_program
 from autopar.passes.search.search import accounts_of, run_on_paper
 from autopar.planner.planner import (
     ShortModel,
@@ -84,6 +85,20 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))
         assert 0.999 < sum(terms.values()) / held.total < 1.005
+
+
+def test_samples_beyond_two_have_no_more_kernels() -> None:
+    """Backwards of two samples have nodes that those of one have not: what more samples
+    take is not on the line through both."""
+    devices, plain = cluster_of("2xA100-80GB"), of("switch")
+    wanted = candidate("dp=2", 3)
+    assert wanted.samples == 4
+    found = run_on_paper(wanted, make_prices(plain, devices), devices)
+    plan = plan_of(found.candidate, plain)
+    program = compile_program(case("switch").trace(plan.lowering), plan, devices)
+    compiled = estimate_program(program, devices)
+    assert found.seconds == pytest.approx(compiled.seconds, rel=1e-4)
+    assert found.peak == pytest.approx(compiled.peak, rel=1e-6)
 
 
 def test_ranks_with_other_experts_reduce_none_of_them() -> None:

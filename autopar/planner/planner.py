@@ -199,12 +199,16 @@ def make_prices(
         context: str = "gather",
     ) -> LayerPrices:
         how, differs = (recompute, halves), shares and of.shared is not of.named
-        # By a table costs are linear in the samples: two microbatch sizes say it all.
+        # By a table costs are linear in the samples: two microbatch sizes say it all,
+        # one and two samples unless those of two have nodes that those of one lack.
         # What is measured depends on caches: on the line between the sizes next to it.
         most = of.batch // mesh.sample_ranks
         low = 1
         while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
             low *= 2
+        if not cluster.device.ops.timed and samples > 2 and not most % 4:
+            pair = (at(mesh, how, most // n, differs, context) for n in (1, 2))
+            low = 1 if len({prices.launches for prices in pair}) == 1 else 2
         one = at(mesh, how, most // low, differs, context)
         if samples > low:
             more = slope(mesh, how, most // low, differs, context)
