@@ -240,11 +240,13 @@ def at_ends(account: Account, begins: bool, ends: bool) -> Account:
 def in_a_row(whole: Account, parts: Sequence[Account], tied: Held) -> Account:
     """The account of parts that run one after another, which add up to `whole`, but for
     the most that they have alive (of each it is beside the residuals of those before
-    it) and for messages, which are those of both ends. tied: weights of the last part
-    that the model's first uses as well."""
+    it, and in a backward beside what those after it have kept for their weight half)
+    and for messages, which are those of both ends. tied: weights of the last part that
+    the model's first uses as well."""
     alike = [(part, len(list(same))) for part, same in groupby(parts)]
     most = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), Alive())
     residuals = weight_residuals = 0.0
+    later = sum(count * part.weight_residuals for part, count in alike)
     # With ZeRO such a weight is whole for a forward, and its gradient once it is made;
     # the last part's own account has both.
     weights = Alive(zero_3=tied.read, zero_3_but_experts=tied.read)
@@ -258,6 +260,9 @@ def in_a_row(whole: Account, parts: Sequence[Account], tied: Held) -> Account:
         # Of equal ones in a row the first or the last has most beside it.
         beside = residuals + max(0.0, (count - 1) * part.residuals)
         most[FORWARD] = most[FORWARD].largest(alive[FORWARD], beside)
+        later -= count * part.weight_residuals
+        each = max(0.0, part.residuals, part.weight_residuals)
+        beside = residuals + (count - 1) * each + later
         most[BACKWARD] = most[BACKWARD].largest(alive[BACKWARD], beside)
         beside = weight_residuals + max(0.0, (count - 1) * part.weight_residuals)
         most[WEIGHT] = most[WEIGHT].largest(alive[WEIGHT], beside)
