@@ -3,6 +3,7 @@ hooks, of which a step has what there was."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -196,3 +197,36 @@ def test_a_sparse_buffer_is_no_matter_where_forward_does_not_read_it() -> None:
     torch.testing.assert_close(step(**X), model(**X))
     with pytest.raises(AutoparError, match="forward reads 'heads', which is a sparse"):
         autopar.compile(Sparse(read=True), "", example_inputs=X)
+
+
+class Confined(nn.Module):
+    """Confines its weights, when it trains, to what they begin within, as Gemma 3n."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.proj.weight.data.clamp_(-0.5, 0.5)
+        return (self.proj(x) - 3 * x[:, :4]).square().mean()
+
+
+def test_weights_that_forward_confines_are_confined_after_an_update() -> None:
+    torch.manual_seed(0)
+    model, batch = Confined(), {"x": torch.randn(6, 5)}
+    with pytest.raises(AutoparError, match=r"'clamp_' changes .*(?s:.*)model\.eval"):
+        autopar.compile(model, "", example_inputs=batch)
+    step = autopar.compile(copy.deepcopy(model).eval(), "", example_inputs=batch)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (step, model))
+    for _ in range(3):
+        want = model(**batch)
+        theirs.zero_grad()
+        want.backward()
+        assert step(**batch).item() == pytest.approx(want.item(), rel=1e-5)
+        theirs.step()
+        ours.step()
+        ours.zero_grad()
+        with torch.no_grad():
+            dict(step.named_parameters())["proj.weight"].clamp_(-0.5, 0.5)
+    assert model.proj.weight.abs().max() > 0.5  # as the last update left it

@@ -28,8 +28,9 @@ OUTSIDE = (
 )
 # And about one that confines its parameters.
 AFTERWARDS = (
-    "leave it out of forward, and do it after optimizer.step(), under torch.no_grad(), "
-    "to the parameters that are trained: dict(step.named_parameters())"
+    "leave it out of forward (by model.eval(), where it is for training alone), and do "
+    "it after optimizer.step(), under torch.no_grad(), to the parameters that are "
+    "trained: dict(step.named_parameters())"
 )
 
 # Written in place -> the form that makes a new value, where it has another name.
