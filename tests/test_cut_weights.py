@@ -25,7 +25,9 @@ from autopar.checkpoints.optimizer_state import Group, join_parts
 from autopar.checkpoints.state import remember
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.graph import Graph, Node
 from autopar.passes.program import Program
+from autopar.passes.shard.cut_weights import cut_weights
 from autopar.passes.shard.insert_collectives import insert_collectives
 from autopar.passes.shard.propagate import propagate
 from autopar.rank_step import RankStep
@@ -277,3 +279,24 @@ def test_pieces_of_a_weight_go_into_one_group_of_an_optimizer() -> None:
         join_parts(groups, sources)
     (group,) = join_parts([Group(("w[0:4]", "w[4:6]", "b"), {})], sources)
     assert group.names == ("w", "b")
+
+
+def test_who_reads_what_is_asked_once_for_all_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the time for it grows as the square of the number of layers."""
+    torch.manual_seed(0)
+    blocks = (Fused(4, 1, 12, 0, bias=False, turned=False) for _ in range(3))
+    case = Case(Model(*blocks), token_batch(batch=4, seq=6))
+    sharded = propagate(name_dims(normalize(case.trace())), plan("tp=2"))
+    asked: list[Graph] = []
+
+    def consumers(graph: Graph) -> dict[str, list[Node]]:
+        asked.append(graph)
+        return find_consumers(graph)
+
+    find_consumers = Graph.consumers
+    monkeypatch.setattr(Graph, "consumers", consumers)
+    cut = cut_weights(sharded)
+    assert len(cut.graph.params) > len(sharded.graph.params) + 3
+    assert len(asked) == len({*map(id, asked)}) == 2  # and once with the pieces

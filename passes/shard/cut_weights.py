@@ -11,15 +11,16 @@ model's parameter is remembered (`Part`), for those who read and write whole one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..capture.lower_precision import CAST
 from ..dims.name_dims import Dim, Dims, Factor
 from ..dims.origins import find_origins
-from ..graph import Node, Value
+from ..graph import Graph, Node, Value
 from ..ops.arguments import arguments
 from ..part import Part, part_name
+from ..plan import Plan
 from ..shard.op_sharding import OpSharding
 from ..shard.parameter_sharding import common_place, parameter_sharding, varying_axes
 from ..shard.propagate import Sharded
@@ -46,17 +47,20 @@ def cut_weights(sharded: Sharded) -> Sharded:
     """Make parameters of the pieces of weights that ranks hold whole, where an axis
     splits one of the pieces."""
     while True:  # as pieces may be cut too
-        uses = _uses(sharded)
-        cuts = [c for c in find_cuts(sharded) if _is_worth_it(sharded, c, uses)]
+        uses, consumers = _uses(sharded), sharded.graph.consumers()
+        cuts = [
+            cut
+            for cut in find_cuts(sharded.graph, consumers)
+            if _is_worth_it(sharded.plan, cut, [*_pieces(consumers, cut.splits)], uses)
+        ]
         if not cuts:
             return sharded
         sharded = _Cutter(sharded, uses).cut(cuts)
 
 
-def find_cuts(sharded: Sharded) -> Iterator[Cut]:
+def find_cuts(graph: Graph, consumers: Mapping[str, list[Node]]) -> Iterator[Cut]:
     """The parameters that are used in pieces only."""
-    consumers = sharded.graph.consumers()
-    for weight in sharded.graph.params:
+    for weight in graph.params:
         readers = consumers.get(weight.name, [])
         casts = tuple(n for n in readers if n.op == CAST)
         splits = [n for n in readers if n.op != CAST]
@@ -84,12 +88,10 @@ def _uses(sharded: Sharded) -> Mapping[str, list[Sharding]]:
 
 
 def _is_worth_it(
-    sharded: Sharded, cut: Cut, uses: Mapping[str, list[Sharding]]
+    plan: Plan, cut: Cut, pieces: Sequence[Value], uses: Mapping[str, list[Sharding]]
 ) -> bool:
     """Whether an axis splits a piece, in all of its uses, but not what it is cut of."""
-    plan = sharded.plan
     whole = [need for node in cut.splits for need in uses[node.operands[0].name]]
-    pieces = list(_pieces(sharded.graph.consumers(), cut.splits))
     return any(
         common_place(whole, axis) is None
         and any(common_place(uses[v.name], axis) is not None for v in pieces)
