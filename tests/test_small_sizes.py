@@ -391,3 +391,35 @@ def test_an_index_that_counts_goes_along_all_of_a_dim() -> None:
     extents = find_extents(case.trace())
     (x,) = case.trace().graph.inputs
     assert extents.factors["rows"] == extents.factors[x.name][:1]
+
+
+class Distances(nn.Module):
+    """A bias for each distance that a table has, as far as it goes; experts of which
+    the last does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Linear(640, 512), nn.Linear(640, 96 + 1)
+        self.experts = nn.Embedding(96, 640)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        far = (at[:, None] - at).clamp(0, 511)
+        near = self.table(x).gather(-1, far.expand(x.shape[0], -1, -1))
+        best = self.out(x + near.sum(-1, keepdim=True)).argmax(-1)
+        nothing = best == 96
+        chosen = self.experts(best.masked_fill(nothing, 0))
+        return chosen.masked_fill(nothing[..., None], 0.0).square().sum()
+
+
+def test_numbers_are_as_far_from_the_last_of_a_table() -> None:
+    traced = trace(Distances(), {"x": torch.randn(2, 1024, 640)})
+    extents = find_extents(traced)
+    known = extents.sizes, extents.sums, {}, {}
+    sizes = choose_sizes(*known, most=extents.most | extents.windows)
+    small = Shrinker(extents, sizes).graph(traced).graph
+    rows = {v.name: v.shape[0] for v in small.params}
+    (clamp,) = (n for n in small.nodes if n.name == "aten.clamp")
+    (last,) = (n for n in small.nodes if n.name == "aten.eq")
+    assert clamp.arg("max") == rows["table.weight"] - 1 < 511
+    assert last.arg("other") == rows["experts.weight"] == rows["out.weight"] - 1 < 96

@@ -21,6 +21,7 @@ from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.ops.experts import PRODUCT
 from autopar.passes.pipeline import compile_program
+from autopar.passes.proof.extents import Extent
 from autopar.proof.small import make_small
 
 CHOSEN = 2
@@ -310,7 +311,7 @@ def test_the_library_s_own_way_is_proved_small() -> None:
     model = case.model.to("meta")
     program = compile_program(trace(model, batch), make_plan("dp=2,ep=2"))
     small = make_small(program, model, batch)
-    assert small.sizes[128] < 128 and len(small.program.mesh.axes) == 2
+    assert small.sizes[Extent(128)] < 128 and len(small.program.mesh.axes) == 2
 
 
 class Replaced(nn.Module):

@@ -134,7 +134,13 @@ OPS = (
     Op("aten.relu", keeps=(0,), row_by_row=True, finite="kept", selects=True),
     Op("aten.sigmoid", row_by_row=True, finite="always"),
     Op("aten.tanh", row_by_row=True, finite="always"),
-    Op("aten.clamp", row_by_row=True, finite="kept", values="replaced"),
+    Op(
+        "aten.clamp",
+        row_by_row=True,
+        finite="kept",
+        values="replaced",
+        shrunk=shrunk.limited,
+    ),
     Op("aten.silu", "self", "pointwise", keeps=(0,), row_by_row=True, finite="kept"),
     Op(
         "aten.pow",
@@ -163,8 +169,9 @@ OPS = (
         for name in ("gt", "ge", "lt", "le")
     ),
     *(Op(f"aten.{name}", shrunk=shrunk.equality) for name in ("eq", "ne")),
-    Op("aten.clamp_min", values="replaced"),
-    *(Op(f"aten.{name}", selects=True) for name in ("clamp_max", "fmax", "fmin")),
+    Op("aten.clamp_min", values="replaced", shrunk=shrunk.limited),
+    Op("aten.clamp_max", selects=True, shrunk=shrunk.limited),
+    *(Op(f"aten.{name}", selects=True) for name in ("fmax", "fmin")),
     Op("aten.threshold", selects=True),
     Op("aten.softplus", finite="kept", autocast="wide"),
     *(

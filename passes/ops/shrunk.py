@@ -108,6 +108,15 @@ def filled(at: Small, node: Node, new: Node) -> Node:
     )
 
 
+def limited(at: Small, node: Node, new: Node) -> Node:
+    """Distances are kept below how far a table goes."""
+    if node.out.dtype not in (torch.int32, torch.int64):
+        return new
+    limits = {n: node.arg(n) for n in ("min", "max")}
+    numbers = {n: x for n, x in limits.items() if type(x) is int and x > 0}
+    return new.with_args(**{n: at.number(x, node) for n, x in numbers.items()})
+
+
 def two_sizes(_: Small, node: Node, new: Node) -> Node:
     """eye: of the shape of its result."""
     sizes = dict(zip(("n", "m"), new.out.shape, strict=True))

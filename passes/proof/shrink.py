@@ -151,6 +151,8 @@ class Shrinker:
         below = max((k for k in places if k < n), default=0)
         above = min((k for k in places if k > n), default=0)
         low = places.get(below, 0)
+        if above and above - n <= MARGIN:  # the last of them
+            return places[above] - (above - n)
         if not above:
             return low + n - below
         return low + (n - below) * (places[above] - low) // (above - below)
