@@ -26,6 +26,7 @@ from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.pipeline import compile_program
+from autopar.passes.proof.extents import Extent
 from autopar.proof.small import make_small
 
 MESHES = ("ep=2", "dp=2", "ep=2,tp=2", "cp=2,ep=2")
@@ -121,4 +122,4 @@ def test_a_large_plan_is_proved_small() -> None:
     traced = trace(one.model.to("meta"), batch)
     program = compile_program(traced, make_plan("dp=2,ep=3"))
     small = make_small(program, one.model, batch)
-    assert small.sizes[128] < 128 and len(small.program.mesh.axes) == 2
+    assert small.sizes[Extent(128)] < 128 and len(small.program.mesh.axes) == 2
