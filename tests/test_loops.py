@@ -132,6 +132,33 @@ def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
     assert all(i.count < 4 for i in found if isinstance(i, Loop))
 
 
+@pytest.mark.parametrize("kept", [(1, 2, 3, 4), (3,), (2, 4)])
+def test_what_is_carried_and_kept_by_a_key_is_there_under_it(kept) -> None:
+    layers = "".join(layer(i, f"x_{i}", f"x_{i + 1}") for i in range(4))
+    end = "f32[2,3] %out = neg(%x_4)\nreturn %out"
+    graph = Graph.parse(f"input %x_0 f32[2,3]{layers}\n{end}")
+    weights = {f"blocks.+{i}.w": torch.randn(2, 3) for i in range(4)}
+    tables = {name: f'p["{name}"]' for name in weights}
+    tables |= {f"x_{i}": f'b["x.{i}"]' for i in kept}
+    part = Part(find_loops(list(graph.nodes)), list(graph.outputs))
+    alive = Alive(Storages(list(graph.nodes), ["out"]))
+    writer = Function({}, tables, HandOver([part], tables), 0, alive)
+    writer.arrive(graph.inputs, (), ())
+    lines = [
+        "def run(x_0, p, b):",
+        *writer.body(part.items, part.results),
+        "return out",
+    ]
+    scope: dict[str, Any] = {}
+    exec("\n    ".join(lines), {"torch": torch, "aten": torch.ops.aten}, scope)
+    x, b = torch.randn(2, 3), dict[str, Tensor]()
+    out = scope["run"](x, weights, b)
+    for i, w in enumerate(weights.values(), 1):
+        x = x * w + 2
+        assert i not in kept or torch.equal(b.pop(f"x.{i}"), x)
+    assert torch.equal(out, -x) and not b
+
+
 def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
     """Written into the next view alone it would be gone before the loop begins."""
     layers = "".join(layer(i, f"x_{i}", f"x_{i + 1}") for i in range(4))

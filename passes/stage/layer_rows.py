@@ -87,15 +87,25 @@ def _find_cuts(nodes: Sequence[Node], keys: Sequence[Any]) -> dict[int, int]:
             places.setdefault(keys[i], []).append((n, i))
             path = node.location.module[: match.start()]
             first.setdefault(path, {}).setdefault(n, i)
-    several = [*places.values(), *(list(own.items()) for own in first.values())]
+    crossing = _crossing(nodes)
+    several = [*places.values()]
+    for begins in first.values():
+        several.append([(n, _lowest(crossing, i)) for n, i in begins.items()])
     several = [own for own in several if len(own) > 1 and _in_order(own)]
     most = max(map(len, several), default=0)
-    crossing = _crossing(nodes)
     return min(
         (dict(own) for own in several if len(own) == most),
         key=lambda own: sum(crossing[i] for i in own.values()),
         default={},
     )
+
+
+def _lowest(crossing: Sequence[int], i: int) -> int:
+    """The place from which on no fewer values are handed on: what adds up what is read
+    of a layer may be of the next one."""
+    while i + 1 < len(crossing) and crossing[i + 1] < crossing[i]:
+        i += 1
+    return i
 
 
 def _in_order(places: Sequence[tuple[int, int]]) -> bool:

@@ -48,8 +48,9 @@ class LoopWriter:
             for name, inner, t in loop.instances()
             if t == loop.count - 1
         }
+        # What is returned of some iterations: as what, and of which.
+        self.handed: dict[str, tuple[str, list[int]]] = {}
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
-        self.handed: set[str] = set()  # what the function returns of each iteration
 
     def write(self) -> tuple[list[str], set[str]]:
         """(statements, names of what is there afterwards and read)."""
@@ -61,6 +62,9 @@ class LoopWriter:
         body = self.body(kept)
         for rows in kept:
             self.keep(rows)
+        for name, (text, own) in self.handed.items():
+            line = f"{text} = {self.names[name]}"
+            self.end.append((self.index.condition(own), line))
         self.end = by_condition(self.end)
         for one in left:
             times = self.loop.times_of(one.next.name)
@@ -165,9 +169,9 @@ class LoopWriter:
                 self.before.append(f"{self.text(one.value)} = {first}")
         self.inside.add(one.value.name)
         alone = sum(c.next == one.next for c in loop.carried) == 1
+        alone &= one.next.name not in self.names  # what is returned has its own
         read = self.last.get(one.value.name, -1)
-        local = alone and one.next.name not in self.handed
-        if local and read <= self.positions[one.next.name]:
+        if alone and read <= self.positions[one.next.name]:
             self.names[one.next.name] = self.text(one.value)
             return True
         return False
@@ -188,18 +192,23 @@ class LoopWriter:
     # --- what it does --------------------------------------------------------------
 
     def name_handed(self) -> None:
-        """Name what the function returns by the layer's number."""
+        """Name what the function returns by the layer's number; what it returns of some
+        iterations alone is a local, and put there at their end."""
         texts: dict[str, dict[int, str]] = {}
         for name, inner, t in self.loop.instances():
             if name in self.function.tables:
                 texts.setdefault(inner.name, {})[t] = self.function.tables[name]
         for name, own in texts.items():
-            self.names[name] = self.index.text([*own.values()], [*own])
-        self.handed = {*texts}
+            text = self.index.text([*own.values()], [*own])
+            if len(own) == len(self.loop.times_of(name)):
+                self.names[name] = text
+            else:
+                self.handed[name] = text, [*own]
 
     def body(self, kept: Sequence[Rows]) -> list[str]:
         """The statements of an iteration. kept: what others read of it later."""
         stays = {one.next.name for one in self.loop.carried} | self.loop.lasting
+        stays |= self.handed.keys()
         stays |= {name for name, final in self.finals.items() if final in self.after}
         function, alive, turns = self.function, self.function.alive, self.bound()
         read_later = {name for rows in kept for name in rows.values}
