@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import random
+from itertools import compress, product
 
 import pytest
 
-from autopar.passes.proof.layer_uses import find_uses
-from autopar.passes.stage.layer_numbers import in_turn, loop_text, range_text
+from autopar.passes.proof.layer_uses import _value, find_uses
+from autopar.passes.stage.layer_numbers import (
+    condition_text,
+    in_turn,
+    loop_text,
+    range_text,
+)
 
 
 def of_text(text: str) -> list[int]:
@@ -67,6 +74,30 @@ def test_turns_are_told_by_the_number() -> None:
     assert in_turn([1, 3, 5], range(1, 7)) == "i % 2 == 1"
     assert in_turn([0, 4], range(0, 8)) == "i % 4 == 0"
     assert in_turn([0, 1, 5], range(0, 8)) == ""
+
+
+@pytest.mark.parametrize("count", [12, 24, 96])
+def test_ends_that_take_no_turns_are_told_apart(count: int) -> None:
+    among, last = range(count), count - 1
+    told = {
+        f"i < {last} and i % 4 != 2": [i for i in among if i < last and i % 4 != 2],
+        "i < 1 or i % 4 == 3": [i for i in among if i == 0 or i % 4 == 3],
+        "i >= 2 and i % 3 == 1": [i for i in among if i >= 2 and i % 3 == 1],
+    }
+    assert [condition_text(own, among) for own in told.values()] == [*told]
+
+
+@pytest.mark.parametrize("among", [range(9), range(3, 12), range(1, 18, 2)], ids=str)
+def test_a_condition_is_true_of_its_numbers_alone(among: range) -> None:
+    for bits in product((False, True), repeat=len(among)):
+        own = [*compress(among, bits)]
+        text = condition_text(own, among)
+        if len(own) in (0, len(among)):
+            assert not text
+        else:
+            assert [i for i in among if eval(text, {"i": i})] == own
+            node = ast.parse(text, mode="eval").body
+            assert [i for i in among if _value(node, {"i": i})] == own
 
 
 def test_conditions_on_numbers_are_read() -> None:

@@ -39,8 +39,11 @@ def with_few_layers(
     return few, whole()
 
 
-def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
-    """Which layers and stages of a program are enough to prove it."""
+def find_chosen_layers(
+    model: nn.Module, program: Program, kept: int = KEPT
+) -> ChosenLayers:
+    """Which layers and stages of a program are enough to prove it. kept: repeats of a
+    pattern that a stage keeps, one more with ZeRO-3."""
     plan, whole = program.plan, all_layers(program)
     path = find_list(model, lambda layers: len(layers) > 1)
     if not path:
@@ -58,8 +61,7 @@ def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
         (sorted(facts[i].items(), key=str), _decided(plan, f"{path}.{i}"))
         for i in range(len(facts))
     ]
-    kept = KEPT + (plan.zero == 3)
-    few = choose_layers(path, kinds, by_stage, plan, kept)
+    few = choose_layers(path, kinds, by_stage, plan, kept + (plan.zero == 3))
     alike = all(
         [own[n] for n in few.order] == own[: len(few.order)]
         for own in _told_by_number(model, len(layers))

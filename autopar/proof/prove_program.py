@@ -35,7 +35,7 @@ from autopar.proof.beside_model import (
     Untouched,
     run_beside_model,
 )
-from autopar.proof.chosen_layers import all_layers, find_chosen_layers
+from autopar.proof.chosen_layers import KEPT, all_layers, find_chosen_layers
 from autopar.proof.differences import result_of_model
 from autopar.proof.expected import Expected
 from autopar.proof.full_size import check_full_size
@@ -105,10 +105,14 @@ def _prove(claim: Claim) -> Proof:
     mesh = claim.program.mesh
     if flops <= LITTLE and count <= MANY and mesh.size <= RANKS:
         return _prove_whole(claim)
-    few = find_chosen_layers(claim.untouched.model, claim.program)
-    # Where what a certain layer gives is read elsewhere, none may be left out.
+    # A loop that begins and ends within a pattern has fewer repeats than that. And
+    # where what a certain layer gives is read elsewhere, none may be left out.
+    few = [
+        find_chosen_layers(claim.untouched.model, claim.program, kept)
+        for kept in (KEPT, KEPT + 1)
+    ]
     every = all_layers(claim.program)
-    for layers in (few, every) if few.path else (every,):
+    for layers in dict.fromkeys([*few, every]):
         try:
             return _prove_small(claim, layers)
         except VerificationFailed:

@@ -185,6 +185,9 @@ def _value(node: Any, names: Mapping[str, Any]) -> Any:
             return OF_TWO[type(node.op)](
                 _value(node.left, names), _value(node.right, names)
             )
+        case ast.BoolOp():
+            each = (_value(one, names) for one in node.values)
+            return all(each) if isinstance(node.op, ast.And) else any(each)
         case ast.Compare(ops=[how], comparators=[other]):
             return COMPARED[type(how)](_value(node.left, names), _value(other, names))
         case ast.Call(func=ast.Name(id="range")):

@@ -32,12 +32,16 @@ LAYER = re.compile(
 # Numbers of these are layers', where they are of a loop over layers; but for what is
 # added to the loop's variable, a step, and how layers take turns.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
-COUNTED_AFTER = re.compile(r" for i in (?:range\((?:-?\d+, )?|\([^{}]*)$")
+COUNTED_AFTER = re.compile(
+    r" for i in (?:range\((?:-?\d+, )?|\([^{}]*|[^{}]*\bi (?:<|>=|==) )$"
+)
+# What iterations are given, each by its number.
+GIVEN = re.compile(r"\w+ = \{(?:\d+: \[[^]]*\], )*$")
 # Draws and choices are numbered through all layers.
 MASK = re.compile(
     r"c\.(?:dropout_counters\(|draw\([^,]*, |choose\(.*, \d+, )((?:\d+ \* )?i \+ )?$"
 )
-APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, |\bif i % .*)$")
+APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, |\bi % .*)$")
 ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
 NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
@@ -216,7 +220,7 @@ class _Reader:
                 own, before = counts, code[: match.start()]
                 if (counted or " for i in " in before) and APART.search(before):
                     own = Counts.OTHERS
-                elif COUNTED_AFTER.search(before):
+                elif COUNTED_AFTER.search(before) or GIVEN.match(before):
                     own = Counts.SOME
                 elif MASK.search(before):
                     own = Counts.MASKS

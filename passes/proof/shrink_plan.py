@@ -243,17 +243,34 @@ def thin(kinds: Sequence[object], keep: int) -> list[int]:
 
     kinds: of each layer, equal for layers that are alike.
     """
-    kept = list(range(len(kinds)))
-    most = max(1, len(kinds) // (keep + 1))
-    for length in range(period(kinds) or 1, most + 1):
-        i = 0
-        while i + length * (keep + 1) <= len(kept):
-            window = [kinds[n] for n in kept[i : i + length * (keep + 1)]]
-            if all(window[j] == window[j % length] for j in range(len(window))):
-                del kept[i + length * keep : i + length * (keep + 1)]
-            else:
-                i += 1
-    return kept
+    return _thin(list(range(len(kinds))), kinds, keep, period(kinds) or 1)
+
+
+def _thin(
+    own: list[int], kinds: Sequence[object], keep: int, shortest: int
+) -> list[int]:
+    """`thin` of some neighbours. shortest: pattern. What repeats for longest is left as
+    it is but for the repeats; then what comes before and after it has its turn."""
+    best, most = (0, 0, 0), 0
+    for length in range(shortest, len(own) // (keep + 1) + 1):
+        begin = 0
+        for i in range(len(own) - length + 1):
+            last = i == len(own) - length
+            if last or kinds[own[i]] != kinds[own[i + length]]:
+                more = (i - begin) // length + 1 - keep  # repeats than are kept
+                if more * length > most:
+                    best, most = (begin, length, more), more * length
+                begin = i + 1
+    if not most:
+        return own
+    begin, length, more = best
+    middle = begin + keep * length
+    before, after = own[:begin], own[middle + most :]
+    return [
+        *_thin(before, kinds, keep, shortest),
+        *own[begin:middle],
+        *_thin(after, kinds, keep, shortest),
+    ]
 
 
 def period(kinds: Sequence[object]) -> int:

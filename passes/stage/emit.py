@@ -16,7 +16,7 @@ from ..stage.hand_over import HandOver, Part, split_readers
 from ..stage.keys import Keys
 from ..stage.local_stage import LocalStage
 from ..stage.loop import Item, Loop
-from ..stage.loops import find_loops
+from ..stage.loops import find_loops_of_parts
 from ..stage.outline import Outline, Outlined, outline
 from ..stage.spell import as_tuple
 from ..stage.split_backward import GRADIENT
@@ -73,8 +73,8 @@ class _Emitter:
     def text(self) -> str:
         s = self.stage
         outlined = self.outline()
-        items = split_readers([self.find_loops(own) for own in outlined.parts])
-        after = self.find_loops(s.epilogue)
+        items = split_readers(self.find_loops(*outlined.parts))
+        (after,) = self.find_loops(s.epilogue)
         self.name_families([*items, after])
         handed = {v.name for v in s.ends}
         later = handed | _reads(
@@ -120,11 +120,11 @@ class _Emitter:
     ) -> Alive:
         return Alive(own, calls, at_once=not self.outlined)
 
-    def find_loops(self, nodes: Sequence[Node]) -> Sequence[Item]:
+    def find_loops(self, *parts: Sequence[Node]) -> Sequence[Sequence[Item]]:
         if not self.outlined:
-            return nodes
-        own = {v.name for n in nodes for v in n.results}
-        return find_loops(nodes, self.keys.made - own)
+            return parts
+        own = {v.name for nodes in parts for n in nodes for v in n.results}
+        return find_loops_of_parts(parts, self.keys.made - own)
 
     def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
         """Give keys with the number of a layer to what loops make in setup and
@@ -134,7 +134,7 @@ class _Emitter:
         each |= _reads([*s.forward, *s.whole_backward, *s.epilogue])
         later = (s.setup, each | _reads(s.prologue)), (s.prologue, each)
         for nodes, read in later:
-            for loop in _loops(self.find_loops(nodes)):
+            for loop in _loops(*self.find_loops(nodes)):
                 made: dict[str, dict[int, str]] = {}
                 for name, inner, t in loop.instances():
                     made.setdefault(inner.name, {})[t] = name
@@ -155,7 +155,8 @@ class _Emitter:
     ) -> str:
         """setup makes a dict, and prologue fills that of the batch: see
         `name_families`."""
-        own = Part(self.find_loops(nodes))
+        (items,) = self.find_loops(nodes)
+        own = Part(items)
         # What a prologue makes may be read before all of it is there.
         into = "made" if table == "k" else table
         made = {

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 VARIABLE = "i"
+ENDS = 4  # numbers that take no turns with the others, at most
 
 
 def range_text(first: int, last: int, step: int = 1) -> str:
@@ -25,10 +26,35 @@ def loop_text(numbers: Collection[int]) -> str:
     runs = _even(own)
     if len(runs) == 1:
         return f"{VARIABLE} in {range_text(*runs[0])}"
-    if turns := in_turn(own, range(first, last + 1)):
+    among = range(first, last + 1)
+    if turns := in_turn(own, among) or _but_for_ends(own, among):
         return f"{VARIABLE} in {range_text(first, last)} if {turns}"
     texts = [str(a) if a == b else f"*{range_text(a, b, s)}" for a, b, s in runs]
     return f"{VARIABLE} in ({', '.join(texts)})"
+
+
+def condition_text(numbers: Collection[int], among: Sequence[int]) -> str:
+    """That one of ascending numbers at even distances is one of these; "" for all, or
+    none.
+
+    It is as long however many layers take turns, and where the first and the last do
+    as no other one: `i < 24 and i % 4 != 2`.
+    """
+    own = sorted({*numbers})
+    if len(own) in (0, len(among)):
+        return ""
+    if len(own) == 1:
+        return f"{VARIABLE} == {own[0]}"
+    begin, end = among.index(own[0]), among.index(own[-1]) + 1
+    if end - begin == len(own):
+        if begin == 0:
+            return f"{VARIABLE} < {own[-1] + 1}"
+        if end == len(among):
+            return f"{VARIABLE} >= {own[0]}"
+        return f"{VARIABLE} in range({own[0]}, {own[-1] + 1})"
+    return (
+        in_turn(own, among) or _but_for_ends(own, among) or f"{VARIABLE} in {set(own)}"
+    )
 
 
 def in_turn(numbers: Collection[int], among: Sequence[int]) -> str:
@@ -44,6 +70,36 @@ def in_turn(numbers: Collection[int], among: Sequence[int]) -> str:
                 return f"{VARIABLE} % {n} != {rest.pop()}"
             return f"{VARIABLE} % {n} in {tuple(sorted(turns))}"
     return ""
+
+
+def _but_for_ends(numbers: Collection[int], among: Sequence[int]) -> str:
+    """The condition that one of neighbouring numbers is among these, if all take turns
+    but for the first few, or the last few; "" if they do not.
+
+    Those at an end are all among them, or none is.
+    """
+    for ends in range(1, min(ENDS, len(among)) + 1):
+        for first in range(ends + 1):
+            stop = len(among) - ends + first
+            before, after = among[:first], among[stop:]
+            turns = in_turn(numbers, among[first:stop])
+            if turns and _alike(before, numbers) and _alike(after, numbers):
+                begin, end = among[first], among[stop - 1] + 1
+                bounds = [  # (those of an end, that a number is one of them, or none)
+                    (before, f"{VARIABLE} < {begin}", f"{VARIABLE} >= {begin}"),
+                    (after, f"{VARIABLE} >= {end}", f"{VARIABLE} < {end}"),
+                ]
+                or_else = [one for own, one, _ in bounds if own and own[0] in numbers]
+                unless = [
+                    none for own, _, none in bounds if own and own[0] not in numbers
+                ]
+                return " or ".join([*or_else, " and ".join([*unless, turns])])
+    return ""
+
+
+def _alike(own: Sequence[int], numbers: Collection[int]) -> bool:
+    """Whether all of them are among some numbers, or none."""
+    return len({n in numbers for n in own}) < 2
 
 
 def _even(numbers: Sequence[int]) -> list[tuple[int, int, int]]:

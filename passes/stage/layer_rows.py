@@ -101,9 +101,9 @@ def _find_cuts(nodes: Sequence[Node], keys: Sequence[Any]) -> dict[int, int]:
 
 
 def _lowest(crossing: Sequence[int], i: int) -> int:
-    """The place from which on no fewer values are handed on: what adds up what is read
+    """The node from which on no fewer values are handed on: what adds up what is read
     of a layer may be of the next one."""
-    while i + 1 < len(crossing) and crossing[i + 1] < crossing[i]:
+    while i + 2 < len(crossing) and crossing[i + 1] < crossing[i]:
         i += 1
     return i
 

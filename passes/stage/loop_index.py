@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from ..graph import LAYER, Node
-from ..stage.layer_numbers import in_turn, range_text
+from ..stage.layer_numbers import condition_text, range_text
 from ..stage.loop import Loop, Varying, numbered, series
 from ..stage.spell import constant
 
@@ -89,18 +89,5 @@ class Index:
 
     def condition(self, iterations: Collection[int]) -> str:
         """That an iteration is one of these; "" for all, or none."""
-        times = sorted(iterations)
-        own = sorted(self.first + self.step * t for t in times)
-        if len(own) in (0, self.count):
-            return ""
-        if len(own) == 1:
-            return f"i == {own[0]}"
-        if times == list(range(times[0], times[-1] + 1)):
-            if own[0] == min(self.keys):
-                return f"i < {own[-1] + 1}"
-            if own[-1] == max(self.keys):
-                return f"i >= {own[0]}"
-            return f"i in range({own[0]}, {own[-1] + 1})"
-        if turns := in_turn(own, sorted(self.keys)):
-            return turns
-        return f"i in {set(own)}"
+        own = [self.first + self.step * t for t in iterations]
+        return condition_text(own, sorted(self.keys))

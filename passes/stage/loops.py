@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..graph import LAYER, Node
-from ..stage.layer_rows import layers_as_loop, statements
+from ..stage.layer_rows import LayerLoop, layers_as_loop, statements
 from ..stage.loop import Item, Loop
 from ..stage.loop_ends import kind_of, with_ends
 from ..stage.loop_rows import fitting, held, loop_of, loop_of_all
@@ -27,14 +27,44 @@ def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item
     """The nodes in order, with those that repeat by layer as loops: of what repeats as
     it is, or of layers that are not all alike, if that takes fewer statements. tables:
     names of what is made before, and kept by the number of a layer."""
-    items = _loops_of_stretches(nodes, tables)
-    if not any(isinstance(item, Loop) for item in items):
-        return items
-    layers = layers_as_loop(nodes)
-    if layers is None or statements(layers.items) >= statements(items):
-        return items
+    (items,) = find_loops_of_parts([nodes], tables)
+    return items
+
+
+def find_loops_of_parts(
+    parts: Sequence[Sequence[Node]], tables: Collection[str] = ()
+) -> list[list[Item]]:
+    """The same of several lists, of which later ones read what earlier ones make: with
+    as many layers an iteration in all of them, if that can be. What a loop keeps for
+    each of its iterations has to be taken apart for one whose iterations are others."""
+    stretches = [_loops_of_stretches(own, tables) for own in parts]
+    layers = [
+        layers_as_loop(own) if any(isinstance(item, Loop) for item in items) else None
+        for own, items in zip(parts, stretches, strict=True)
+    ]
+    both = [
+        (items, items if loop is None else loop.items)
+        for items, loop in zip(stretches, layers, strict=True)
+    ]
+    chosen = [int(statements(b) < statements(a)) for a, b in both]
+    if len({_steps(own[way]) for own, way in zip(both, chosen, strict=True)}) > 1:
+        counts = [sum(map(statements, own)) for own in zip(*both, strict=True)]
+        chosen = [counts.index(min(counts))] * len(parts)
+    return [
+        items if loop is None or not way else _with_more(loop, tables)
+        for items, loop, way in zip(stretches, layers, chosen, strict=True)
+    ]
+
+
+def _with_more(layers: LayerLoop, tables: Collection[str]) -> list[Item]:
+    """Layers as a loop, with those loops that there are before and after it."""
     before, after = (find_loops(own, tables) for own in (layers.before, layers.after))
     return [*before, layers.loop, *after]
+
+
+def _steps(items: Sequence[Item]) -> frozenset[int]:
+    """How many layers iterations are of."""
+    return frozenset(abs(item.index[1]) for item in items if isinstance(item, Loop))
 
 
 def _loops_of_stretches(nodes: Sequence[Node], tables: Collection[str]) -> list[Item]:

@@ -51,6 +51,8 @@ class LoopWriter:
         # What is returned of some iterations: as what, and of which.
         self.handed: dict[str, tuple[str, list[int]]] = {}
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
+        # What is given of the same row is one local, if it is another elsewhere.
+        self.alike: dict[str, set[str]] = {}
 
     def write(self) -> tuple[list[str], set[str]]:
         """(statements, names of what is there afterwards and read)."""
@@ -66,10 +68,11 @@ class LoopWriter:
             line = f"{text} = {self.names[name]}"
             self.end.append((self.index.condition(own), line))
         self.end = by_condition(self.end)
-        for one in left:
+        for at, one in enumerate(left, 1):
             times = self.loop.times_of(one.next.name)
             name, value = self.text(one.next), self.text(one.value)
-            gone = [] if one.next.name in self.handed else [name]
+            later = {*self.handed, *(other.next.name for other in left[at:])}
+            gone = [] if one.next.name in later else [name]
             moved = [f"{value} = {name}", *delete(gone)]
             self.end += [(self.index.condition(times), line) for line in moved]
         there = self.leave()
@@ -110,6 +113,7 @@ class LoopWriter:
                 kept = source.value.name
                 if inside not in self.names:
                     self.names[inside] = own.get(kept) or function.fresh(kept)
+                    self.share(inside)
                 name = own.setdefault(kept, self.names[inside])
                 if name != self.names[inside]:
                     line = f"{self.names[inside]} = {name}"
@@ -129,14 +133,25 @@ class LoopWriter:
             line = f"[{targets}] = {function.rows_name(rows)}.pop({place})"
             self.begin.append((index.condition(times), line))
         self.begin = by_condition(self.begin) + again
-        for times, columns in listed.items():
-            self.list_given(times, columns)
+        tables = [*listed.items()]
+        for at, (times, columns) in enumerate(tables, 1):
+            later = (own for _, more in tables[at:] for own in more.values())
+            self.list_given(times, columns, {v.name for own in later for v in own})
+
+    def share(self, inside: str) -> None:
+        """Tell what is given that it is one local."""
+        own = {n for n in self.inside if self.names.get(n) == self.names[inside]}
+        self.alike.update(dict.fromkeys(own, own))
 
     def list_given(
-        self, times: Sequence[int], listed: Mapping[Value, Sequence[Value]]
+        self,
+        times: Sequence[int],
+        listed: Mapping[Value, Sequence[Value]],
+        others: Collection[str],
     ) -> None:
         """Put what is given by no rule into a dict, row by row. listed: value of the
-        body -> what it is in these iterations."""
+        body -> what it is in these iterations. others: names of what is listed later.
+        """
         function, index = self.function, self.index
         name = function.fresh("given")
         columns = (map(self.text, own) for own in listed.values())
@@ -144,7 +159,7 @@ class LoopWriter:
         pairs = zip(times, rows, strict=True)
         entries = (f"{index.keys[t]}: {row}" for t, row in pairs)
         self.before.append(f"{name} = {{{', '.join(entries)}}}")
-        gone = {v.name for own in listed.values() for v in own} - set(self.after)
+        gone = {v.name for own in listed.values() for v in own} - {*self.after, *others}
         gone -= {one.first.name for one in self.loop.carried if one.first}
         gone -= self.last.keys()
         self.before += delete(sorted(self.names[n] for n in gone if n in self.names))
@@ -237,12 +252,14 @@ class LoopWriter:
             stays |= {self.loop.body[one].out.name for one in waiting[:-1]}  # no names
             waiting.clear()
             for v in dict.fromkeys((*read, *node.results)):
-                if v.name in stays or self.last.get(v.name, o) > o:
+                alike = self.alike.get(v.name, {v.name})
+                if alike & stays or any(self.last.get(n, o) > o for n in alike):
                     continue
                 ours = v.name in self.inside and self.text(v) not in results
                 if ours or v.name in self.made:
                     freed = alive.freed(original[v.name], self.loop.nodes(o)[0])
-                    there = self.index.condition(turns[v.name])
+                    own_turns = set[int]().union(*(turns[name] for name in alike))
+                    there = self.index.condition(own_turns)
                     body.free([(self.text(v), freed)], there)
         return body.end()
 
