@@ -130,7 +130,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         print(json.dumps(_data(plans, cluster), indent=1))
         return 0
     title = f"{arguments.model} on {cluster}"
-    print(plans_table(plans, cluster, title, precision_notes(of, cluster)))
+    print(plans_table(plans, cluster, title, precision_notes(of, cluster, best.narrow)))
     if plan.op_shardings:
         print(f"\n{op_sharding_table(plan)}")
     if proof:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from autopar.models.load import TOKENS, LoadedModel
 from autopar.passes.plan import Plan
+from autopar.passes.price.estimate import Estimate
 from autopar.passes.search.search import Ranking
 from autopar.planner.choose import SAMPLES, search_plans
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import ShortModel, capture_short
+from autopar.planner.reprice import price
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan_record import PlanRecord, priced_near
 from autopar.plans.store import checksum
@@ -17,12 +19,14 @@ from autopar.plans.store import checksum
 
 @dataclass(frozen=True)
 class BestPlan:
-    """of: the model as it was captured. plans: the best plans, the chosen one first."""
+    """of: the model as it was captured. plans: the best plans, the chosen one first.
+    narrow: what that one takes with "bf16-stream", where layers add to float32."""
 
     of: ShortModel
     plans: Ranking
     plan: Plan
     record: PlanRecord
+    narrow: Estimate | None = None
 
 
 def capture_few_layers(
@@ -75,4 +79,7 @@ def best_plan(
         options=request.of_all,
         priced=priced_near(plans),
     )
-    return BestPlan(of, plans, plan, record)
+    best, narrow = plans.best[0].candidate, None
+    if not best.has_op_shardings and (other := of.narrow) is not None:
+        (narrow,) = price([best], other, request.limited)
+    return BestPlan(of, plans, plan, record, narrow)

@@ -16,6 +16,7 @@ from autopar.passes.search.by_formula import rough
 from autopar.passes.search.candidates import Space, candidates, meshes
 from autopar.passes.search.search import Ranking, run_on_paper
 
+NARROW = "bf16-stream"  # precision
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
 TRIED = 3  # of the most frugal candidates
 
@@ -31,26 +32,31 @@ class NothingToChoose(PlanError):
 def infeasible(
     plans: Ranking,
     prices: Prices,
+    narrow: Prices | None,
     space: Space,
     wishes: Mapping[str, object],
     space_of: Callable[[Cluster, Mapping[str, object]], Space],
 ) -> Infeasible:
     """By how much the most frugal plan is too large, what binds, and a way out.
 
-    wishes: fields of the space that were decided. space_of: a cluster and wishes ->
-    what there is to choose from.
+    narrow: prices with what layers add to in bfloat16, if that would be less. wishes:
+    fields of the space that were decided. space_of: a cluster and wishes -> what there
+    is to choose from.
     """
     nearest, cluster = plans.nearest, space.cluster
     assert nearest is not None, "candidates were tried"
     terms = max(nearest.memory, key=lambda terms: sum(terms.values()))
     term = max(terms, key=lambda name: terms[name])
     peak, limit = nearest.peak, cluster.device.memory
+    fits = frugal(space, narrow) if narrow else None
+    ways = [f'use precision "{NARROW}": {_told(fits)}'] if fits else []
+    ways.append(_way_out(peak, cluster, prices, wishes, space_of))
     shown = ", ".join(f"{gigabytes(v)} {k}" for k, v in terms.items() if v)
     return Infeasible(
         f"no plan fits into {cluster}: the most frugal of {plans.tried}, "
         f"{nearest.candidate}, needs {gigabytes(peak - limit)} more than the "
         f"{gigabytes(limit)} of a device\n  {shown}; most are {term}",
-        fix=_way_out(peak, cluster, prices, wishes, space_of),
+        fix="; or ".join(ways),
     )
 
 

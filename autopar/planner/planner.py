@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.capture.capture_model import capture_model
@@ -46,7 +47,7 @@ from autopar.passes.shard.query_groups import (
     find_groups,
     split_groups,
 )
-from autopar.planner.infeasible import infeasible, nothing_to_choose
+from autopar.planner.infeasible import NARROW, infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
 FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes; of ep, all tried
@@ -57,15 +58,15 @@ class ShortModel:
     """A model with few of its layers, its dims named. batch: samples it was traced
     with. starts: where each run of its layers begins. shared: the model as ranks
     compute it that hold shares of its parameters, see `passes.capture.lower_precision`.
-    options: of `autopar.options.Options`, for all plans. with_batch: captures it with
-    so many samples."""
+    options: of `autopar.options.Options`, for all plans. again: captures it with so
+    many samples, or with other options."""
 
     named: Named
     layers: Layers | None
     batch: int
     shared: Named
     options: Mapping[str, Any] = field(default_factory=dict)
-    with_batch: Callable[[int], ShortModel] | None = None
+    again: Callable[..., ShortModel] | None = None
 
     @property
     def runs(self) -> int:
@@ -79,6 +80,15 @@ class ShortModel:
             return ("",)
         kept = self.layers.kept // self.layers.period
         return self.layers.starts[:kept]
+
+    @property
+    def narrow(self) -> ShortModel | None:
+        """The same with "bf16-stream", if its precision is "bf16", in which layers add
+        to float32; else None."""
+        wide = any(v.dtype == torch.float32 for v in self.named.graph.params)
+        if self.again is None or self.options.get("precision") != "bf16" or not wide:
+            return None
+        return self.again(precision=NARROW)
 
     @property
     def has_attention_scores(self) -> bool:
@@ -128,10 +138,11 @@ def capture_short(
     samples = max(v.shape[0] for v in named.graph.inputs if v.shape)
 
     @cache
-    def with_batch(samples: int) -> ShortModel:
-        return capture_short(model, with_samples(batch, samples), loss_fn, **options)
+    def again(samples: int = 0, **others: Any) -> ShortModel:
+        other = with_samples(batch, samples) if samples else batch
+        return capture_short(model, other, loss_fn, **{**options, **others})
 
-    return ShortModel(named, layers, samples, shared, options, with_batch)
+    return ShortModel(named, layers, samples, shared, options, again)
 
 
 def _make_cuts(
@@ -149,8 +160,8 @@ def _make_cuts(
             same = cut(mesh, most, shares, context)
             return replace(same, plan=replace(same.plan, microbatches=microbatches))
         priced = of
-        if at_once and of.with_batch and microbatches > 1:
-            priced, microbatches = of.with_batch(of.batch // microbatches), 1
+        if at_once and of.again and microbatches > 1:
+            priced, microbatches = of.again(of.batch // microbatches), 1
         plan = make_plan(mesh, **how, microbatches=microbatches)
         named = priced.shared if shares else priced.named
         shares = shares or named is priced.shared
@@ -257,7 +268,8 @@ def find_plans(
     if not plans.tried:
         raise nothing_to_choose(space)
     if not plans.best:
-        raise infeasible(plans, prices, space, wishes, space_of)
+        narrow = make_prices(of.narrow, cluster) if of.narrow else None
+        raise infeasible(plans, prices, narrow, space, wishes, space_of)
     return plans
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.models.load import load_model
 from autopar.passes.errors import LossNotSeparable
+from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster, ClusterError
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.symbolic import activation_bytes, parameters, step_flops
@@ -72,15 +74,22 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
             fix=f"plan anew: autopar plan {model} --op-shardings --devices ...",
         )
     plain = [e.candidate for e in record.best if not e.candidate.has_op_shardings]
-    of = _short_model(record)
+    best = price(plain, _short_model(record), cluster)
+    return replace(record, cluster=cluster, best=best, priced=())
+
+
+def price(
+    candidates: Sequence[Candidate], of: ShortModel, cluster: Cluster
+) -> tuple[Estimate, ...]:
+    """What plans take, none of which has op shardings; of the first one also with whole
+    layers computed again."""
 
     def priced(at_once: bool) -> tuple[Estimate, ...]:
         prices = make_prices(of, cluster, at_once)
-        first, *others = (run_on_paper(c, prices, cluster) for c in plain)
+        first, *others = (run_on_paper(c, prices, cluster) for c in candidates)
         return with_whole_layers(first, prices, cluster), *others
 
     try:
-        best = priced(at_once=False)
+        return priced(at_once=False)
     except LossNotSeparable:
-        best = priced(at_once=True)
-    return replace(record, cluster=cluster, best=best, priced=())
+        return priced(at_once=True)
