@@ -15,6 +15,8 @@ from autopar.passes.stage.layer_numbers import (
     loop_text,
     range_text,
 )
+from autopar.passes.stage.loop import Loop, line
+from autopar.passes.stage.loop_index import Index
 
 
 def of_text(text: str) -> list[int]:
@@ -129,3 +131,33 @@ def forward(c, p, g, k, b):
         ("b", "other"): [1, 3],
         ("b", "ends"): [0, 3],
     }
+
+
+@pytest.mark.parametrize("loop", [(0, 1), (3, 2), (9, -1), (20, -4)], ids=str)
+@pytest.mark.parametrize("seed", range(30))
+def test_numbers_on_a_line_are_said_by_the_variable(
+    loop: tuple[int, int], seed: int
+) -> None:
+    draw = random.Random(seed)
+    times = range(draw.randint(0, 3), 12, draw.choice([1, 2, 3]))
+    first, step = draw.randint(-9, 9), draw.choice([-4, -2, -1, 0, 1, 2, 3])
+    values = [first + step * n for n, _ in enumerate(times)]
+    on_line = line(values, times)
+    assert on_line is not None
+    text = Index(Loop(((),) * 12, (), (), (), loop)).of(*on_line)
+    assert [eval(text, {"i": loop[0] + loop[1] * t}) for t in times] == values
+
+
+def test_what_is_said_of_every_second_iteration_is_short() -> None:
+    index = Index(Loop(((),) * 8, (), (), (), (0, 1)))
+    assert index.text(["r.0", "r.1", "r.2"], [1, 3, 5]) == "r.{i // 2}"
+    assert index.text(["r.4", "r.5", "r.6"], [0, 2, 4]) == "r.{i // 2 + 4}"
+
+
+def test_one_entry_of_a_prologue_is_asked_for_and_can_be_made() -> None:
+    index = Index(Loop(((),) * 8, (), (), (), (0, 1)))
+    text = index.text(['b["x.0"]', 'b["x.1"]', 'b["x.2"]'], [1, 2, 4])
+    assert text == 'b[{1: "x.0", 2: "x.1", 4: "x.2"}[i]]'
+    made: dict[str, int] = {}
+    exec(f"{text} = 3", {"b": made, "i": 4})
+    assert made == {"x.2": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,32 @@ def test_a_number_that_only_some_layers_know_makes_no_difference() -> None:
     assert layers[0] != layers[2], "a flag of the first two is no number"
     pair = without_index([find_facts(Numbered(i)) for i in (0, 1)])
     assert ("", "is_later") in pair[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1, 2], [1, 3]),
+        ({"scale": 0.5}, {"scale": 2.0}),
+        ({1}, {2}),
+        (None, 3),
+        (torch.float16, torch.float32),
+        ([{"wide": True}], [{"wide": False}]),
+        (SimpleNamespace(window=8), SimpleNamespace(window=16)),
+    ],
+)
+def test_layers_that_differ_in_what_a_table_of_theirs_says_are_not_alike(
+    one: object, other: object
+) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    for layer, told in zip(layers, [one, one, one, other, other, one], strict=True):
+        layer.told = told
+    first, *facts = map(find_facts, layers)
+    assert [own == first for own in facts] == [True, True, False, False, True]
+
+
+def test_hooks_and_tensors_are_no_facts() -> None:
+    plain, hooked = nn.Linear(4, 4), nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    plain.kept, hooked.kept = [torch.ones(2)], [torch.zeros(2)]
+    assert find_facts(plain) == find_facts(hooked)

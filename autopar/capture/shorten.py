@@ -7,11 +7,14 @@ it learns from three.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 
+import torch
 from torch import Tensor, nn
 
 from autopar.passes.capture.find_repeats import LayerList, find_list, only_layers
@@ -21,7 +24,7 @@ Function = BuiltinFunctionType | FunctionType
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 
 
-@contextlib.contextmanager
+@contextmanager
 def shortened(model: nn.Module) -> Iterator[Layers | None]:
     """Within, the model has only `KEPT` repeats of its layers; the model itself is as
     before afterwards. Gives None, and the whole model, if it has no list of layers that
@@ -60,26 +63,40 @@ def _period(modules: LayerList) -> int | None:
 
 Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value
 
+# What nn.Module itself keeps: hooks, and tables of what is looked at one by one.
+OF_MODULES = frozenset(vars(nn.Module()))
+SINGLE = bool | int | float | complex | str | Function | Enum | torch.dtype | type(None)
+
 
 def find_facts(module: nn.Module) -> Facts:
     """What a module computes by: classes, sizes and plain attributes, functions among
-    them."""
+    them, and lists, sets, tables and dataclasses of these."""
     facts: Facts = {}
     for path, part in module.named_modules():
         facts[path, "class"] = type(part)
         for name, value in vars(part).items():
-            if _is_plain(value):
-                facts[path, name] = value
+            if name == "training" or name not in OF_MODULES:
+                with suppress(TypeError):
+                    facts[path, name] = _plain(value)
         for name, x in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(x, Tensor):
                 facts[path, name] = (tuple(x.shape), x.dtype, x.requires_grad)
     return facts
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | Function)
+def _plain(value: object) -> Hashable:
+    """The same, hashable. Raises TypeError for what is no plain value."""
+    if isinstance(value, SINGLE):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((_plain(k), _plain(v)) for k, v in value.items())
+    if is_dataclass(value) or isinstance(value, SimpleNamespace):
+        return type(value), _plain(vars(value))
+    raise TypeError(f"a {type(value).__name__}")
 
 
 def without_index(layers: list[Facts]) -> list[Facts]:

@@ -98,19 +98,21 @@ class Chain:
         return max(reversed(self.crossing(position)), key=lambda v: v.bytes)
 
     def is_place(self, position: int) -> bool:
-        """Whether a cut may be here: where one value crosses, complete, and little
-        beside it, or between layers, be it several (what all layers read of the first,
-        encoded inputs): then all complete, as none of them is small."""
+        """Whether a cut may be here: where one value crosses, and little beside it, or
+        between layers, be it several (what all layers read of the first, encoded
+        inputs; what is kept for later ones). What is to be summed up is little, as a
+        loss of routers that layers add to."""
         if self.nodes[position - 1].op in IDENTITIES:
             return False  # the same as one position before
         crossing, lie = self.crossing(position), self.lowered.shardings
         if any(lie[v.name].route for v in crossing):
             return False  # how many rows are where depends on the data
         main = self.main_value(position)
-        if 2 * (sum(v.bytes for v in crossing) - main.bytes) <= main.bytes:
-            return not lie[main.name].pending
-        complete = not any(lie[v.name].pending for v in crossing)
-        return complete and self._is_border(position)
+        pending = sum(v.bytes for v in crossing if lie[v.name].pending)
+        if lie[main.name].pending or 2 * pending > main.bytes:
+            return False
+        beside = sum(v.bytes for v in crossing) - main.bytes
+        return 2 * beside <= main.bytes or self._is_border(position)
 
     def _is_border(self, position: int) -> bool:
         here, before = (self.nodes[i].location.layer for i in (position, position - 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from ..graph import Node, Value
@@ -118,18 +119,28 @@ Item = Node | Loop
 # --- series of numbers --------------------------------------------------------------
 
 
-def series(
+def line(
     values: Sequence[int | float], times: Sequence[int] = ()
-) -> tuple[int, int] | None:
-    """(first, step) of whole numbers at even distances, of iteration 0 and from one to
-    the next. times: the iterations that have them; (): all."""
+) -> tuple[Fraction, Fraction] | None:
+    """(first, step) of whole numbers on one line: of iteration 0, and from one to the
+    next, where neither has to be whole. times: the iterations that have them; (): all.
+    """
     if not all(isinstance(v, int) for v in values):
         return None
     own = times or range(len(values))
-    step, rest = divmod(int(values[1] - values[0]), own[1] - own[0])
+    step = Fraction(int(values[1] - values[0]), own[1] - own[0])
     first = int(values[0]) - step * own[0]
     even = all(v == first + step * t for t, v in zip(own, values, strict=True))
-    return (first, step) if even and not rest else None
+    return (first, step) if even else None
+
+
+def series(values: Sequence[int], times: Sequence[int] = ()) -> tuple[int, int] | None:
+    """The same, where both are whole."""
+    numbers = line(values, times)
+    if numbers is None or not all(x.denominator == 1 for x in numbers):
+        return None
+    first, step = numbers
+    return int(first), int(step)
 
 
 NUMBER = re.compile(r"(\d+)")
@@ -137,20 +148,20 @@ NUMBER = re.compile(r"(\d+)")
 
 def numbered(
     names: Sequence[str], times: Sequence[int] = ()
-) -> list[str | tuple[int, int]] | None:
-    """Names that differ in numbers, which make series: the pieces, and the series.
-    times: see `series`."""
+) -> list[str | tuple[Fraction, Fraction]] | None:
+    """Names that differ in numbers, which are on a line: the pieces, and the lines.
+    times: see `line`."""
     split = [NUMBER.split(name) for name in names]
     if len({len(parts) for parts in split}) > 1:
         return None
-    row: list[str | tuple[int, int]] = []
+    row: list[str | tuple[Fraction, Fraction]] = []
     for column in zip(*split, strict=True):
         if len(set(column)) == 1:
             row.append(column[0])
             continue
         if not all(part.isdigit() and str(int(part)) == part for part in column):
             return None
-        if (one := series([int(part) for part in column], times)) is None:
+        if (one := line([int(part) for part in column], times)) is None:
             return None
         row.append(one)
     return row

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
+from fractions import Fraction
+from math import ceil
 
 from ..graph import LAYER, Node
 from ..stage.layer_numbers import condition_text, range_text
-from ..stage.loop import Loop, Varying, numbered, series
+from ..stage.loop import Loop, Varying, line, numbered
 from ..stage.spell import constant
+
+# What a prologue makes, in time: only the one that is asked for is waited for, and it
+# may be what an iteration makes.
+ENTRY = re.compile(r'(?P<table>b|made)\[(?P<key>"[^"]*")\]')
 
 
 class Index:
@@ -27,23 +34,23 @@ class Index:
         """The iterations, as an expression."""
         return range_text(self.first, self.keys[-1], self.step)
 
-    def of(self, first: int, step: int) -> str:
-        """first + step * iteration."""
-        if step % self.step:
-            apart = f"(i - {self.first})" if self.first else "i"
-            return f"{first} + {step} * ({apart} // {self.step})"
-        times = step // self.step
-        offset = first - times * self.first
+    def of(self, first: Fraction | int, step: Fraction | int) -> str:
+        """first + step * iteration, in iterations where that is a whole number."""
+        slope = Fraction(step) / self.step
+        offset = first - slope * self.first
+        times, parts = slope.numerator, slope.denominator
         if not times:
             return str(offset)
         scaled = {1: "i", -1: "-i"}.get(times, f"{times} * i")
-        if not offset:
-            return scaled
-        return f"{scaled} {'+' if offset > 0 else '-'} {abs(offset)}"
+        if parts == 1:
+            return _plus(scaled, offset)
+        if times != 1:
+            return f"({_plus(scaled, offset * parts)}) // {parts}"
+        return _plus(f"i // {parts}", ceil(offset))
 
     def choose(self, varying: Varying) -> str:
         """A constant in its iteration."""
-        if progression := series(varying.values, varying.times):
+        if progression := line(varying.values, varying.times):
             return self.of(*progression)
         return self._one_of(map(constant, varying.values), varying.times)
 
@@ -52,6 +59,11 @@ class Index:
         differ in that."""
         parts = numbered(texts, times) if len(texts) > 1 else [texts[0]]
         if parts is None:
+            entries = [ENTRY.fullmatch(text) for text in texts]
+            keys = [entry["key"] for entry in entries if entry]
+            tables = {entry and entry["table"] for entry in entries}
+            if len(tables) == 1 and len(keys) == len(texts):
+                return f"{tables.pop()}[{self._one_of(keys, times)}]"
             return self._one_of(texts, times)
         own = (p if isinstance(p, str) else f"{{{self.of(*p)}}}" for p in parts)
         text = "".join(own)
@@ -91,3 +103,10 @@ class Index:
         """That an iteration is one of these; "" for all, or none."""
         own = [self.first + self.step * t for t in iterations]
         return condition_text(own, sorted(self.keys))
+
+
+def _plus(text: str, number: Fraction | int) -> str:
+    """The sum of both as text."""
+    if not number:
+        return text
+    return f"{text} {'+' if number > 0 else '-'} {abs(number)}"

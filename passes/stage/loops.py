@@ -46,25 +46,30 @@ def find_loops_of_parts(
         (items, items if loop is None else loop.items)
         for items, loop in zip(stretches, layers, strict=True)
     ]
-    chosen = [int(statements(b) < statements(a)) for a, b in both]
-    if len({_steps(own[way]) for own, way in zip(both, chosen, strict=True)}) > 1:
-        counts = [sum(map(statements, own)) for own in zip(*both, strict=True)]
-        chosen = [counts.index(min(counts))] * len(parts)
+    each = [int(statements(b) < statements(a)) for a, b in both]
+    chosen = min(
+        (each, [0] * len(both), [1] * len(both)),
+        key=lambda ways: _apart([own[w] for own, w in zip(both, ways, strict=True)]),
+    )
     return [
         items if loop is None or not way else _with_more(loop, tables)
         for items, loop, way in zip(stretches, layers, chosen, strict=True)
     ]
 
 
+def _apart(parts: Sequence[Sequence[Item]]) -> tuple[bool, int]:
+    """(whether the longest loops of parts have iterations of unlike numbers of layers,
+    how many statements all parts have)."""
+    loops = [[item for item in items if isinstance(item, Loop)] for items in parts]
+    longest = [max(own, key=lambda x: x.count * len(x.body)) for own in loops if own]
+    steps = {abs(loop.index[1]) for loop in longest}
+    return len(steps) > 1, sum(map(statements, parts))
+
+
 def _with_more(layers: LayerLoop, tables: Collection[str]) -> list[Item]:
     """Layers as a loop, with those loops that there are before and after it."""
     before, after = (find_loops(own, tables) for own in (layers.before, layers.after))
     return [*before, layers.loop, *after]
-
-
-def _steps(items: Sequence[Item]) -> frozenset[int]:
-    """How many layers iterations are of."""
-    return frozenset(abs(item.index[1]) for item in items if isinstance(item, Loop))
 
 
 def _loops_of_stretches(nodes: Sequence[Node], tables: Collection[str]) -> list[Item]:

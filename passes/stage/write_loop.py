@@ -51,7 +51,7 @@ class LoopWriter:
         # What is returned of some iterations: as what, and of which.
         self.handed: dict[str, tuple[str, list[int]]] = {}
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
-        # What is given of the same row is one local, if it is another elsewhere.
+        # What is one value wherever both are given is one local.
         self.alike: dict[str, set[str]] = {}
 
     def write(self) -> tuple[list[str], set[str]]:
@@ -99,6 +99,7 @@ class LoopWriter:
         taken: dict[tuple[int, tuple[int, ...]], tuple[Rows, dict[str, str]]] = {}
         listed: dict[tuple[int, ...], dict[Value, Sequence[Value]]] = {}
         again: list[tuple[str, str]] = []  # what several names stand for
+        held: dict[str, dict[int, Value]] = {}  # by local: what it is in iterations
         for scanned in loop.scanned:
             inside = scanned.value.name
             if function.kind(scanned) == "table":
@@ -112,7 +113,11 @@ class LoopWriter:
                 _, own = taken.setdefault(key, (source.rows, {}))
                 kept = source.value.name
                 if inside not in self.names:
-                    self.names[inside] = own.get(kept) or function.fresh(kept)
+                    ours = dict(zip(scanned.times, scanned.values, strict=True))
+                    known = held.get(own.get(kept, ""), {})
+                    one = known and all(known.get(t, v) == v for t, v in ours.items())
+                    self.names[inside] = own[kept] if one else function.fresh(kept)
+                    held.setdefault(self.names[inside], {}).update(ours)
                     self.share(inside)
                 name = own.setdefault(kept, self.names[inside])
                 if name != self.names[inside]:
