@@ -272,6 +272,9 @@ PIECES: dict[str, Call] = {
     "splits": lambda g: aten.split_with_sizes(g.x, [2, 4], 1)[0] * g.y[:, :2],
     "one piece": lambda g: g.x.split(SEQ, 1)[0] * 2.0,
     "overlapping": lambda g: g.x.unfold(1, 3, 2) * 2.0,
+    "overlapping added": lambda g: aten.unfold_backward(
+        g.x.unfold(1, 3, 2), [*g.x.shape], 1, 3, 2
+    ),
     "chunk": lambda g: g.x.chunk(3, 1)[1] * g.y.tensor_split(3, 1)[2],
     "tensor_split": lambda g: g.x.tensor_split((1, 4), 1)[1] * g.y[:, :3],
     "cat": lambda g: torch.cat([g.x, g.y], 1) * torch.cat([g.y, g.y], 1),

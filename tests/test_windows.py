@@ -181,3 +181,25 @@ def test_work_is_of_the_window() -> None:
         for given in ({}, {"window": 16})
     )
     assert whole == 4 * some
+
+
+class ShortConvolution(nn.Module):
+    """Each token adds up the last few ones, as windows of a padded sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.weight = nn.Embedding(48, 24), nn.Parameter(torch.rand(4))
+        self.up, self.down = nn.Linear(24, 96), nn.Linear(96, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        windows = F.pad(x.transpose(1, 2), (3, 0)).unfold(-1, 4, 1).flip(-1)
+        x = x + (windows * self.weight).sum(-1).transpose(1, 2)
+        return (x + self.down(self.up(x).tanh())).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,pp=2", "dp=2,tp=2", "cp=2"])
+def test_microbatches_have_windows_of_their_own_samples(mesh: str) -> None:
+    torch.manual_seed(0)
+    case = Case(ShortConvolution(), {"ids": torch.randint(48, (8, 12))})
+    case.verify(mesh, 2)

@@ -41,6 +41,20 @@ def changed_whole(node: Node) -> str:
     return spell(marked(each, whole), marked(each, whole, "out!"))
 
 
+def windows(node: Node) -> str:
+    """unfold: windows that overlap need the whole dim; places in one are a new dim."""
+    dim, each = node.arg("dimension"), letters(len(node.operands[0].shape))
+    whole = [dim % len(each)]
+    return spell(marked(each, whole), [*marked(each, whole, "out!"), "w!"])
+
+
+def windows_backward(node: Node) -> str:
+    """unfold_backward: each window is added where it lay."""
+    dim, each = node.arg("dim"), letters(len(node.out.shape))
+    whole = [dim % len(each)]
+    return spell([*marked(each, whole, "out!"), "w!"], marked(each, whole))
+
+
 def selected(node: Node) -> str:
     """select, unbind: one dim goes away."""
     x, dim = letters(len(node.operands[0].shape)), dim_of(node)
@@ -206,7 +220,22 @@ OPS = (
         sizes=to_out("size"),
         spelling=".expand",
     ),
-    Op("aten.unfold", view="copies"),
+    Op(
+        "aten.unfold",
+        "self dimension size step",
+        windows,
+        "default(x(a, b, c), 1, 2, 1); default(x(a, 7), -1, 3, 2)",
+        linear="jointly",
+        view="copies",
+    ),
+    Op(
+        "aten.unfold_backward",
+        "grad_in input_sizes dim size step",
+        windows_backward,
+        "default(x(a, 5, c, 2), (a, 6, c), 1, 2, 1)",
+        linear="jointly",
+        sizes=to_out("input_sizes"),
+    ),
     *(Op(f"aten.{name}", values="moved") for name in ("flip", "unsafe_split")),
     *(Op(f"aten.{name}_backward", selects=True) for name in ("select", "slice")),
     Op("aten.as_strided", view="copies"),
