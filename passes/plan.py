@@ -59,11 +59,12 @@ BACKENDS = ("eager", "inductor")
 # what the model has; "bf16" and "fp16": products, as under torch.autocast, see
 # `passes.capture.lower_precision`; "bf16-stream": everything, as if parameters were
 # bfloat16, see `passes.capture.mixed_precision`.
+NARROW = "bf16-stream"
 PRECISION: dict[str, Lowering] = {
     "model": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "bf16-stream": Stream(torch.bfloat16),
+    NARROW: Stream(torch.bfloat16),
 }
 
 

@@ -232,6 +232,13 @@ def test_layers_that_differ_in_what_a_table_of_theirs_says_are_not_alike(
     assert [own == first for own in facts] == [True, True, False, False, True]
 
 
+def test_a_list_that_holds_itself_is_no_fact() -> None:
+    plain, endless = nn.Linear(4, 4), nn.Linear(4, 4)
+    endless.kept = []
+    endless.kept.append(endless.kept)
+    assert find_facts(plain) == find_facts(endless)
+
+
 def test_hooks_and_tensors_are_no_facts() -> None:
     plain, hooked = nn.Linear(4, 4), nn.Linear(4, 4)
     hooked.register_forward_hook(lambda *_: None)

@@ -76,7 +76,7 @@ def find_facts(module: nn.Module) -> Facts:
         facts[path, "class"] = type(part)
         for name, value in vars(part).items():
             if name == "training" or name not in OF_MODULES:
-                with suppress(TypeError):
+                with suppress(TypeError, RecursionError):  # or lists within themselves
                     facts[path, name] = _plain(value)
         for name, x in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(x, Tensor):

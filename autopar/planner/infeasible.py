@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.machine.hardware import DEVICES, make_cluster
-from autopar.passes.plan import PlanError
+from autopar.passes.plan import NARROW, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.price_layers import Prices
@@ -16,7 +16,6 @@ from autopar.passes.search.by_formula import rough
 from autopar.passes.search.candidates import Space, candidates, meshes
 from autopar.passes.search.search import Ranking, run_on_paper
 
-NARROW = "bf16-stream"  # precision
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
 TRIED = 3  # of the most frugal candidates
 

@@ -27,7 +27,7 @@ from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.errors import LossNotSeparable
 from autopar.passes.layers import Layers
 from autopar.passes.mesh import AXES, SIZED_AXES, Axis, Mesh
-from autopar.passes.plan import Plan, PlanError
+from autopar.passes.plan import NARROW, Plan, PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.price_layers import (
@@ -47,7 +47,7 @@ from autopar.passes.shard.query_groups import (
     find_groups,
     split_groups,
 )
-from autopar.planner.infeasible import NARROW, infeasible, nothing_to_choose
+from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
 FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes; of ep, all tried
@@ -82,13 +82,17 @@ class ShortModel:
         return self.layers.starts[:kept]
 
     @property
+    def in_float32(self) -> bool:
+        """Whether parameters are."""
+        return any(v.dtype == torch.float32 for v in self.named.graph.params)
+
+    @property
     def narrow(self) -> ShortModel | None:
         """The same with "bf16-stream", if its precision is "bf16", in which layers add
         to float32; else None."""
-        wide = any(v.dtype == torch.float32 for v in self.named.graph.params)
-        if self.again is None or self.options.get("precision") != "bf16" or not wide:
+        if self.again is None or self.options.get("precision") != "bf16":
             return None
-        return self.again(precision=NARROW)
+        return self.again(precision=NARROW) if self.in_float32 else None
 
     @property
     def has_attention_scores(self) -> bool:

@@ -9,7 +9,7 @@ small one but for its numbers (`passes.proof.transfer`), and run without numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -105,14 +105,11 @@ def _prove(claim: Claim) -> Proof:
     mesh = claim.program.mesh
     if flops <= LITTLE and count <= MANY and mesh.size <= RANKS:
         return _prove_whole(claim)
-    # A loop that begins and ends within a pattern has fewer repeats than that. And
-    # where what a certain layer gives is read elsewhere, none may be left out.
-    few = [
-        find_chosen_layers(claim.untouched.model, claim.program, kept)
-        for kept in (KEPT, KEPT + 1)
-    ]
-    every = all_layers(claim.program)
-    for layers in dict.fromkeys([*few, every]):
+    tried: set[ChosenLayers] = set()
+    for layers in _choices(claim):
+        if layers in tried:
+            continue
+        tried.add(layers)
         try:
             return _prove_small(claim, layers)
         except VerificationFailed:
@@ -126,6 +123,16 @@ def _prove(claim: Claim) -> Proof:
             fix=WITHOUT,
         ) from problem
     return _prove_whole(claim)
+
+
+def _choices(claim: Claim) -> Iterator[ChosenLayers]:
+    """The layers that a proof is tried with, one choice after the other."""
+    model, program = claim.untouched.model, claim.program
+    yield find_chosen_layers(model, program)
+    # A loop that begins and ends within a pattern has fewer repeats than are kept.
+    yield find_chosen_layers(model, program, KEPT + 1)
+    # Where what a certain layer gives is read elsewhere, none may be left out.
+    yield all_layers(program)
 
 
 def _prove_whole(claim: Claim) -> Proof:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from autopar.machine.measured_cluster import how_priced
-from autopar.passes.plan import AUTO
+from autopar.passes.plan import AUTO, NARROW
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import TF32, Cluster
 from autopar.passes.price.estimate import Estimate
@@ -32,13 +30,12 @@ def precision_notes(
     if narrow is not None:
         told = (
             "layers add to float32, as under torch.autocast; with --precision "
-            "bf16-stream to bfloat16, and the first plan takes "
+            f"{NARROW} to bfloat16, and the first plan takes "
             f"{narrow.seconds:.4g} s and {gigabytes(narrow.peak)}",
             *told,
         )
     if chosen is not None:
         return (f"precision {chosen}", *told)
-    wide = any(v.dtype == torch.float32 for v in of.named.graph.params)
     device = cluster.device.running(tf32, AUTO)
     ways = {"--precision bf16": "bfloat16", **({} if tf32 else {"--tf32": TF32})}
     faster = {
@@ -46,7 +43,7 @@ def precision_notes(
         for way, dtype in ways.items()
         if device.flops.get(dtype, 0.0) > device.flops["float32"]
     }
-    if not wide or not faster:
+    if not of.in_float32 or not faster:
         return told
     texts = [f"with {way} up to {times} times as fast" for way, times in faster.items()]
     return (*told, f"the model is in float32: products are {', '.join(texts)}")
