@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
+from draw_carried import Drawn as DrawnCarried
 from draw_layers import EMBEDDED, MIXERS, READS, ROUTERS, VOCAB, Drawn, Reading
 from proofs import prove, run_full_size
 
@@ -48,6 +49,14 @@ def test_the_text_of_a_hybrid_is_as_long_however_many_layers_it_has(seed: int) -
 def test_layers_read_whatever_was_made_before(seed: int) -> None:
     kinds = [*MIXERS, "attention", "attention"]
     case, program = Drawn.of(seed, kinds, (4, 7), READS).compiled()
+    prove(case.model, case.batch, program)
+    run_full_size(case.model, case.batch, program)
+
+
+@pytest.mark.matrix(quick=1, daily=4)
+@pytest.mark.parametrize("seed", range(100))
+def test_layers_hand_over_more_than_one_tensor(seed: int) -> None:
+    case, program = DrawnCarried.of(seed).compiled()
     prove(case.model, case.batch, program)
     run_full_size(case.model, case.batch, program)
 

@@ -8,33 +8,35 @@ it learns from three.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.capture.find_repeats import LayerList, find_list, only_layers
+from autopar.passes.capture.find_repeats import LayerList, find_list, with_layers
 from autopar.passes.layers import Layers
 
+Result = TypeVar("Result")
 Function = BuiltinFunctionType | FunctionType
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 
 
-@contextmanager
-def shortened(model: nn.Module) -> Iterator[Layers | None]:
-    """Within, the model has only `KEPT` repeats of its layers; the model itself is as
-    before afterwards. Gives None, and the whole model, if it has no list of layers that
-    repeats as often."""
-    run = find_layers(model)
-    if run is None:
-        yield None
-        return
-    with only_layers(model, run.path, range(run.kept)):
-        yield run
+def of_few_layers(
+    model: nn.Module, body: Callable[[], Result | None]
+) -> tuple[Layers | None, Result | None]:
+    """What `body` gives while the model has only `KEPT` repeats of its layers, and
+    these; the model itself is as before afterwards. (None, None) if it has no list of
+    layers that repeats as often, or does not run with few."""
+    layers = find_layers(model)
+    if layers is None:
+        return None, None
+    result = with_layers(model, layers.path, range(layers.kept), body)
+    return (None if result is None else layers), result
 
 
 def find_layers(model: nn.Module) -> Layers | None:

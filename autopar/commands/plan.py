@@ -35,7 +35,7 @@ from autopar.planner.request import PlanRequest, read_shape
 from autopar.plans.plan_record import estimate_data
 from autopar.progress import Progress
 from autopar.reports.op_sharding_table import op_sharding_table
-from autopar.reports.plans import plans_table, precision_notes
+from autopar.reports.plans import layers_notes, plans_table, precision_notes
 from autopar.terminal import command
 
 # Those of a whole run; what memory a device has is told with the devices.
@@ -130,7 +130,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
         print(json.dumps(_data(plans, cluster), indent=1))
         return 0
     title = f"{arguments.model} on {cluster}"
-    print(plans_table(plans, cluster, title, precision_notes(of, cluster, best.narrow)))
+    notes = layers_notes(of, cluster), precision_notes(of, cluster, best.narrow)
+    print(plans_table(plans, cluster, title, sum(notes, ())))
     if plan.op_shardings:
         print(f"\n{op_sharding_table(plan)}")
     if proof:

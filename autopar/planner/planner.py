@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.capture.shorten import shortened
+from autopar.capture.shorten import of_few_layers
 from autopar.gc_paused import gc_paused
 from autopar.models.batches import with_samples
 from autopar.options import make_plan
@@ -134,8 +134,9 @@ def capture_short(
     options: see `ShortModel`. Raises: CaptureError, PlanError.
     """
     precision = make_plan("", **options).lowering
-    with shortened(model) as layers:
-        traced = capture_model(model, batch, loss_fn, precision)
+    capture = partial(capture_model, model, batch, loss_fn, precision)
+    layers, traced = of_few_layers(model, capture)
+    traced = traced or capture()
     named = shared = name_dims(normalize(lower_precision(traced)))
     if traced.autocast:
         shared = name_dims(normalize(lower_precision(traced, tables=True)))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
 from autopar.capture.left_as_found import AsFound, left_as_found
-from autopar.capture.shorten import shortened
+from autopar.capture.shorten import of_few_layers
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.called import Call, Calls
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
@@ -91,9 +91,14 @@ def _compare(untouched: Untouched, traced: Traced, flops: float, seed: int) -> B
         if flops <= LITTLE:
             return _compare_numbers(untouched, traced, seed)
         few = replace(untouched, batch=_few_tokens(untouched.batch))
-        with shortened(untouched.model) as layers:
-            if layers and (beside := _compare_calls(few, seed)).by:
-                return replace(beside, layers=(layers.kept, layers.total))
+
+        def compare() -> Beside | None:
+            beside = _compare_calls(few, seed)
+            return beside if beside.by else None
+
+        layers, beside = of_few_layers(untouched.model, compare)
+        if layers and beside:
+            return replace(beside, layers=(layers.kept, layers.total))
         # All of them, where forward looks for its layers by their numbers.
         return _compare_calls(few, seed)
 

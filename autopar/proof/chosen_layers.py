@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import TypeVar
 
 from torch import nn
 
 from autopar.capture.shorten import find_facts, without_index
-from autopar.passes.capture.find_repeats import find_list, only_layers
-from autopar.passes.errors import CaptureError
+from autopar.passes.capture.find_repeats import find_list, with_layers
 from autopar.passes.layers import number_in
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
@@ -33,8 +31,9 @@ def with_few_layers(
     forward may count on how many there are."""
     layers = [*model.get_submodule(few.path).children()] if few.path else []
     if len(few.order) < len(layers):
-        with suppress(CaptureError), only_layers(model, few.path, few.order):
-            return few, capture()
+        result = with_layers(model, few.path, few.order, capture)
+        if result is not None:
+            return few, result
         few = all_layers(program)
     return few, whole()
 

@@ -49,6 +49,16 @@ def precision_notes(
     return (*told, f"the model is in float32: products are {', '.join(texts)}")
 
 
+def layers_notes(of: ShortModel, cluster: Cluster) -> tuple[str, ...]:
+    """That no pipelines were among the candidates, where devices are several."""
+    if of.layers is not None or cluster.devices == 1:
+        return ()
+    return (
+        "no pipelines were tried: the model has no list of layers whose pattern "
+        "repeats, or does not run with few of them; `compile --mesh pp=2` makes one",
+    )
+
+
 def plans_table(
     plans: Ranking, cluster: Cluster, title: str, notes: tuple[str, ...] = ()
 ) -> Table:

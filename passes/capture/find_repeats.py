@@ -9,15 +9,17 @@ it calls, layer by layer, must be what it calls with few layers, some of it repe
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
 from ..capture.called import Call, Calls
 from ..capture.guards import Reading
+from ..errors import CaptureError
 from ..layers import BEFORE, FIRST, Repeats, longest
 
 SPARED = 4  # layers that it must spare at least
@@ -38,6 +40,9 @@ class Ran:
 Run = Callable[[bool, Watch, Reading], Ran]
 PutBack = Callable[[], None]
 LayerList: TypeAlias = nn.ModuleList | nn.Sequential
+Narrowed = Callable[[], contextlib.AbstractContextManager[None]]
+Result = TypeVar("Result")
+COUNTS = re.compile("layer|block|depth", re.IGNORECASE)  # what says how many there are
 
 
 def find_list(model: nn.Module, fits: Callable[[LayerList], bool]) -> str:
@@ -53,23 +58,73 @@ def find_list(model: nn.Module, fits: Callable[[LayerList], bool]) -> str:
     return max(sizes, key=sizes.__getitem__, default="")
 
 
+def with_layers(
+    model: nn.Module,
+    path: str,
+    kept: Sequence[int],
+    body: Callable[[], Result | None],
+) -> Result | None:
+    """What `body` gives while a list of layers has only these, see `ways_to_narrow`;
+    None where it gives nothing then, or is refused."""
+    for within in ways_to_narrow(model, path, kept):
+        with contextlib.suppress(CaptureError):
+            with within():
+                result = body()
+            if result is not None:
+                return result
+    return None
+
+
+def ways_to_narrow(
+    model: nn.Module, path: str, kept: Sequence[int]
+) -> Iterator[Narrowed]:
+    """Yields contexts in which a list of layers has only these. A forward may go
+    through them by a number of its own (`range(self.n_layer)`): the second way is for
+    where it does not run in the first."""
+    yield partial(only_layers, model, path, kept)
+    if _counts(model, path):
+        yield partial(only_layers, model, path, kept, counted=True)
+
+
 @contextlib.contextmanager
-def only_layers(model: nn.Module, path: str, kept: Sequence[int]) -> Iterator[None]:
-    """Within, a list of layers has only these, with numbers from 0 on; without a path
-    the model has all."""
-    if not path:
-        yield
-        return
+def only_layers(
+    model: nn.Module, path: str, kept: Sequence[int], counted: bool = False
+) -> Iterator[None]:
+    """Within, a list of layers has only these, with numbers from 0 on. counted: and so
+    have the model's numbers that say how many there are."""
     layers = model.get_submodule(path)
     before = dict(layers._modules)
     every = list(before.values())
+    counts = _counts(model, path) if counted else []
     try:
         layers._modules.clear()
         layers._modules.update({str(i): every[n] for i, n in enumerate(kept)})
+        for table, name in counts:
+            table[name] = len(kept)
         yield
     finally:
+        for table, name in counts:
+            table[name] = len(every)
         layers._modules.clear()
         layers._modules.update(before)
+
+
+def _counts(model: nn.Module, path: str) -> list[tuple[dict[str, Any], str]]:
+    """Where a model, or its configuration, has a number that by its name and value says
+    how many layers a list has: a table and the name there."""
+    total = len([*model.get_submodule(path).children()])
+    tables = {
+        id(table): table
+        for module in model.modules()
+        for holder in (vars(module), *vars(module).values())
+        if isinstance(table := getattr(holder, "__dict__", holder), dict)
+    }
+    return [
+        (table, name)
+        for table in tables.values()
+        for name, value in table.items()
+        if type(value) is int and value == total and COUNTS.search(str(name))
+    ]
 
 
 def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | None:
@@ -90,7 +145,9 @@ def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | Non
     repeats = whole and longest(path, [tuple(layer) for layer in whole[FIRST:-1]])
     if not whole or not repeats or repeats.spared < SPARED:
         return None
-    few = _calls(model, path, own, put_back, repeats.kept)
+    few = None
+    for within in ways_to_narrow(model, path, repeats.kept):
+        few = few or _calls(model, path, own, put_back, within)
     expected = [whole[BEFORE], *(whole[FIRST + n] for n in repeats.kept), whole[-1]]
     return repeats if few == expected else None
 
@@ -106,16 +163,16 @@ def _calls(
     path: str,
     run: Callable[[Watch, Reading], Ran],
     put_back: PutBack,
-    kept: Sequence[int] | None = None,
+    within: Narrowed = contextlib.nullcontext,
 ) -> list[list[Call]] | None:
     """What is called before, in each layer, and after the last, in all readings; None
-    if the model does not run without data, or its layers not in turn. kept: layers
-    that it has, if not all."""
+    if the model does not run without data, or its layers not in turn. within: a
+    context for each, which `put_back` may undo."""
     made: list[list[Call]] = []
     readings = [Reading.SOME]
     for reading in readings:
         calls = Calls(model, path)
-        with only_layers(model, path if kept else "", kept or ()):
+        with within():
             try:
                 ran = run(calls.layer_by_layer, reading)
                 calls.parts[-1].append(calls.described(ran.names, ran.tensors))

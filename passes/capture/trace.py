@@ -25,7 +25,7 @@ from ..capture.chosen_rows import keep_all_rows
 from ..capture.compare_readings import are_equal, are_same
 from ..capture.expert_loops import batch_expert_loops
 from ..capture.fake_tensors import device_of, on_fake_tensors
-from ..capture.find_repeats import Ran, Watch, only_layers
+from ..capture.find_repeats import Ran, Watch, with_layers
 from ..capture.functionalize import functionalize
 from ..capture.grouped_products import shapes_of_grouped_products
 from ..capture.guards import Reading
@@ -256,10 +256,15 @@ def _capture_repeats(
 ) -> Traced | None:
     """What `_capture` gives, from a capture of few layers; None if it cannot be had."""
     model = wrapper.model
+
+    def capture() -> Traced:
+        few = _capture(wrapper, tensors, precision)
+        return _prove_guards(few, wrapper, tensors, precision)
+
+    few = with_layers(model, repeats.path, repeats.kept, capture)
+    if few is None:
+        return None
     try:
-        with only_layers(model, repeats.path, repeats.kept):
-            few = _capture(wrapper, tensors, precision)
-            few = _prove_guards(few, wrapper, tensors, precision)
         few, _ = _batch_loops(few)
         repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
         graph = repeater.whole(names_of(model))
