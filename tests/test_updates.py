@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 import autopar
 from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
-from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.step import Step
 
 # --- on real ranks -------------------------------------------------------------------
@@ -301,55 +297,6 @@ def test_what_was_frozen_when_compiled_cannot_be_unfrozen() -> None:
     dict(step.named_parameters())["norm.weight"].requires_grad_(True)
     with pytest.raises(AutoparError, match="requires gradients now"):
         step(**batch_of(0))
-
-
-def test_gradients_of_shards_are_tensors_but_for_their_norms() -> None:
-    x = torch.randn(4, 5)
-    grad = x.as_subclass(ShardGradient)
-    norms: list[Callable[[], Any]] = [
-        lambda: grad.norm(),
-        lambda: torch.norm(grad.data, 2),
-        lambda: torch.linalg.vector_norm(grad.detach().float()),
-        lambda: (grad**2).sum(),
-        lambda: (grad * grad).mean(),
-        lambda: grad.abs().max(),
-        lambda: grad.flatten().dot(grad.view(-1)),
-        lambda: torch.cat([grad.flatten(), grad.clone().ravel()]).norm(),
-        lambda: torch.nn.utils.parameters_to_vector([grad]).norm(),
-        lambda: torch.stack([grad, grad]).std(),
-        lambda: torch.median(grad),
-        lambda: grad.quantile(0.5),
-        lambda: torch.isnan(grad).any(),
-        lambda: (~grad.isfinite()).count_nonzero(),
-        lambda: grad.square().sum(-1).sum(),
-        lambda: grad.pow(2).sum(dim=None),
-        lambda: torch.einsum("ij,ij->", grad, grad),
-        lambda: torch.nansum(grad * grad),
-        lambda: grad.view(-1) @ grad.view(-1),
-        lambda: torch.inner(grad.flatten(), grad.flatten()),
-        lambda: torch.cosine_similarity(grad.flatten(), x.flatten(), 0),
-        lambda: grad.detach().cpu().numpy(),
-        lambda: grad.abs().tolist(),
-        lambda: np.asarray(grad),
-        lambda: torch.histc(grad, 10),
-    ]
-    for norm in norms:
-        with pytest.raises(AutoparError, match=r"step\.clip_grad_norm_\(max_norm\)"):
-            norm()
-    assert torch.equal(grad, x) and torch.equal(grad.isnan(), x.isnan())
-    assert torch.equal(grad.sum(0), x.sum(0)) and float(grad[1, 2]) == float(x[1, 2])
-    saved = io.BytesIO()
-    torch.save([grad], saved)
-    saved.seek(0)
-    assert type(torch.load(saved, weights_only=True)[0]) is Tensor
-    buffer = torch.zeros(4, 5).mul_(0.9).add_(grad)
-    parameter = nn.Parameter(torch.zeros(4, 5))
-    with torch.no_grad():
-        parameter -= 0.1 * grad
-        parameter.add_(grad, alpha=0.1)
-    assert type(buffer) is Tensor and type(parameter) is nn.Parameter
-    assert torch.allclose(parameter, torch.zeros(4, 5), atol=1e-6)
-    assert float(grad.as_subclass(Tensor).norm()) == float(x.norm())
 
 
 @pytest.mark.slow

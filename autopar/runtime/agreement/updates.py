@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -21,6 +21,7 @@ from autopar.passes.digest import digest_of_text
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import Program
+from autopar.runtime.agreement.moved_parts import watch_collectives
 from autopar.runtime.agreement.roll_call import Facts
 from autopar.runtime.parameters.by_element import Reach, Undecided, exchanges, reach_of
 from autopar.runtime.parameters.shard_gradient import ShardGradient
@@ -54,7 +55,7 @@ class Updates:
         originals: Mapping[str, Tensor],
         coords: Mapping[str, int],
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self._several = parameters, program.mesh.size > 1
         specs = program.parameters.values()
         split = {a for spec in specs for a in spec.split_axes} | {PIPELINE}
         parts = ((a, n) for a, n in program.mesh.axes if n > 1 and a in split)
@@ -104,7 +105,18 @@ class Updates:
         finalize(self, register_optimizer_step_pre_hook(before).remove)
         finalize(self, register_optimizer_step_post_hook(after).remove)
         _watch_clipping()
+        watch_collectives(WATCHING)
         WATCHING.add(self)
+
+    @property
+    def cut_parameters(self) -> Collection[Tensor]:
+        """See `moved_parts`."""
+        return self.parameters.values() if self.partial else ()
+
+    @property
+    def gradients(self) -> Collection[Tensor]:
+        """See `moved_parts`."""
+        return self._plain.values() if self._several else ()
 
     def show(self) -> None:
         """After a step: the gradients that users see."""

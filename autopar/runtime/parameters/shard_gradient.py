@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -29,26 +30,13 @@ TAKES = frozenset(
         *(torch.histc, Tensor.histc, torch.histogram, Tensor.histogram),
     }
 )
-# What picks an element out of them, and asks nothing of all.
-PICKS = frozenset({Tensor.__getitem__, torch.select, Tensor.select})
-# What norms are written with by hand: element by element, of rows, or of several
-# gradients that are put together.
-STEPS = frozenset(
+# What gives a number that is not made of all elements: it picks one of them, makes a
+# new tensor, or leaves this class on purpose.
+PICKS = frozenset(
     {
-        *(
-            getattr(owner, name)
-            for owner in (torch, Tensor)
-            for name in (
-                *("abs", "pow", "square", "mul", "flatten", "ravel", "reshape"),
-                *("clone", "isnan", "isinf", "isfinite", "logical_not"),
-                *("sum", "mean", "amax", "amin", "any", "all"),
-            )
-        ),
-        *(torch.cat, torch.stack, torch.concat, torch.hstack),
-        *(Tensor.__pow__, Tensor.__mul__, Tensor.__rmul__, Tensor.__invert__),
-        *(Tensor.detach, Tensor.float, Tensor.double, Tensor.to, Tensor.view),
-        *(Tensor.cpu, Tensor.contiguous, Tensor.view_as, Tensor.reshape_as),
-        Tensor.data.__get__,
+        *(Tensor.__getitem__, torch.select, Tensor.select, Tensor.as_subclass),
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
+        *(Tensor.new_empty, Tensor.new_tensor),
     }
 )
 
@@ -65,6 +53,9 @@ class ShardGradient(Tensor):
     of a part is not that of the whole, and ranks that clip by norms of their own, or
     skip a step because of a NaN of their own, drift apart. So are histograms, and what
     hands all elements to NumPy or Python.
+
+    What is computed of it is of this class too, and so is a tensor that it is written
+    into, as a buffer of a loop's own that adds up gradients. A parameter stays one.
     """
 
     @classmethod
@@ -75,11 +66,12 @@ class ShardGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             refused = func in NORMS or func in TAKES
-            result = None if refused else func(*args, **(kwargs or {}))
+            result = None if refused else func(*args, **kwargs)
             is_number = isinstance(result, Tensor) and not result.ndim
-            parts = (x.ndim for x in args if isinstance(x, cls))
+            parts = (x.ndim for x in _tensors((args, *kwargs.values()), cls))
             if refused or (is_number and func not in PICKS and any(parts)):
                 raise ShardError(
                     f"the {func.__name__} of what this rank holds is not that of the "
@@ -90,10 +82,25 @@ class ShardGradient(Tensor):
                     "parameter's gradient: step.gradient_norms(); of the part: "
                     "p.grad.as_subclass(torch.Tensor)",
                 )
-            if func in STEPS and isinstance(result, Tensor):
-                return result.as_subclass(cls)
+            if func is not Tensor.as_subclass:
+                written = args[:1] if func is Tensor.__setitem__ else ()
+                for x in _tensors((result, written), Tensor):
+                    if type(x) is Tensor and x.ndim:
+                        x.__class__ = cls
             return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGradient:
+        return deepcopy(self.as_subclass(Tensor), memo).as_subclass(ShardGradient)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor is saved."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _tensors(x: object, of: type[Tensor]) -> Iterator[Tensor]:
+    """Yields those of a class, also from within lists and tuples."""
+    if isinstance(x, of):
+        yield x
+    elif isinstance(x, list | tuple):
+        for item in x:
+            yield from _tensors(item, of)
