@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..builder import Builder
+from ..capture.overlaps import overlap_in_part
 from ..capture.views import is_view, put_back
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, parameters, resolve, short
@@ -67,6 +68,7 @@ def functionalize(
         new = node.substitute(known.now)
         if _operator(node)._schema.is_mutable:
             target = _target(node, known, position)
+            known.check_reads(target, node)
             shared = known.check(target, node, position)
             nodes += _written(known.builder, replace(new, op=_without_write(node)))
             known.write(target, node.out, shared)
@@ -223,6 +225,27 @@ class _Memory:
                 )
         return bool(others)
 
+    def check_reads(self, target: Value, node: Node) -> None:
+        """Refuses a write that reads what it has just written: what comes of it
+        depends on the order in which a kernel goes through the elements."""
+        first, root = self._first(target.name), self._root(target.name)
+        for v in node.operands:
+            other = self._first(v.name)
+            if other == first or self._root(other) != root:
+                continue
+            if not (self._is_view(first, root) and self._is_view(other, root)):
+                continue  # refused as what may be a view, if anybody reads it later
+            ways = (self._path(name, root)[-2::-1] for name in (first, other))
+            one, two = ([self.views[part] for part in way] for way in ways)
+            if overlap_in_part((one or two)[0].operands[0], one, two):
+                raise CaptureError(
+                    f"'{short(node.op)}' writes to a part of a tensor what it reads of "
+                    "another part that overlaps it, and may read what it has just "
+                    "written",
+                    source=str(node.location),
+                    fix="read a copy: x[:, 1:] = x[:, :-1].clone()",
+                )
+
     def _fills_table(self, node: Node, target: Value, position: int) -> bool:
         """Whether the write gives a buffer, or a tensor that the model holds, what it
         has after every forward, before it is read: then each may fill it anew."""
@@ -263,9 +286,7 @@ class _Memory:
         if not shared:
             self.current[first] = result
             return
-        path = [first]
-        while path[-1] != root:
-            path.append(self._first(self.views[path[-1]].operands[0].name))
+        path = self._path(first, root)
         values = [result]
         for part in path[:-1]:
             base = self.now(self.views[part].operands[0])
@@ -273,6 +294,13 @@ class _Memory:
         self.writes[root] = self.writes.get(root, 0) + 1
         for name, value in zip(path, values, strict=True):
             self.current[name], self.seen[name] = value, self.writes[root]
+
+    def _path(self, name: str, root: str) -> list[str]:
+        """The tensor, what it is a view of, and so on, to the root."""
+        path = [name]
+        while path[-1] != root:
+            path.append(self._first(self.views[path[-1]].operands[0].name))
+        return path
 
     def _first(self, name: str) -> str:
         return self.tensor.get(name, name)
