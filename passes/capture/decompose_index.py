@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -49,26 +50,44 @@ def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
     target of each row.
     """
     x, indices = node.named("self indices")
-    along = len(indices) - 1
-    if along < 1 or any(i is None for i in indices):
+    places = own_places(rewriter, x, indices)
+    if places is None:
         return None
-    lead = torch.broadcast_shapes(*(i.shape for i in indices))
-    for dim, position in enumerate(indices[:-1]):
-        if not _counts(rewriter, position, x.shape[dim], dim, len(lead)):
-            return None
-    index = indices[-1]
-    if index.dtype != torch.int64 or lead[:along] != x.shape[:along]:
-        return None
-    rest = x.shape[along + 1 :]
-    index = _from_the_start(rewriter, index, x.shape[along])
-    index = rewriter.expand(index, lead)
-    if not rest and len(lead) == along and x.dtype.is_floating_point:
+    along, index = places
+    lead = index.shape
+    if lead == x.shape[:along] == x.shape[:-1] and x.dtype.is_floating_point:
         return pick_rows(rewriter, x, index, None)
-    shape = (*lead[:along], math.prod(lead[along:]))
-    index = rewriter.reshape(index, (*shape, *(1 for _ in rest)))
-    index = rewriter.expand(index, (*shape, *rest))
+    index = spread(rewriter, index, along, x.shape[along + 1 :])
     looked_up = rewriter.emit("aten.gather.default", x, along, index)
     return rewriter.reshape(looked_up, node.out.shape)
+
+
+def own_places(
+    rewriter: Rewriter, x: Value, indices: Sequence[Value | None]
+) -> tuple[int, Value] | None:
+    """Of `x[arange(b), i]` the dim that is looked up in, after those that are counted
+    through, and numbers from 0 on, of the shape of all indices together."""
+    along = len(indices) - 1
+    given = [i for i in indices if i is not None]
+    if along < 1 or len(given) != len(indices):
+        return None
+    lead = torch.broadcast_shapes(*(i.shape for i in given))
+    for dim, position in enumerate(given[:-1]):
+        if not _counts(rewriter, position, x.shape[dim], dim, len(lead)):
+            return None
+    index = given[-1]
+    if index.dtype != torch.int64 or lead[:along] != x.shape[:along]:
+        return None
+    index = _from_the_start(rewriter, index, x.shape[along])
+    return along, rewriter.expand(index, lead)
+
+
+def spread(rewriter: Rewriter, x: Value, along: int, rest: Sequence[int]) -> Value:
+    """[*lead] -> [*lead[:along], all others of lead, *rest], each repeated over the
+    rest."""
+    shape = (*x.shape[:along], math.prod(x.shape[along:]))
+    x = rewriter.reshape(x, (*shape, *(1 for _ in rest)))
+    return rewriter.expand(x, (*shape, *rest))
 
 
 def _counts(
