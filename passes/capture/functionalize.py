@@ -25,7 +25,8 @@ from ..ops.random import draw_of
 # What to do about a model that counts, or keeps averages.
 OUTSIDE = (
     "compute it anew in each forward; freeze running statistics by .eval(); leave out "
-    "what only counts by `if not torch.compiler.is_exporting():` before it"
+    "what only counts by `if not torch.compiler.is_exporting():` before it; return "
+    "beside the loss what a loop needs of each step (step.metrics), as loads of experts"
 )
 # And about one that confines its parameters.
 AFTERWARDS = (
