@@ -76,6 +76,28 @@ def test_they_are_proved_with_few_layers(way, monkeypatch: pytest.MonkeyPatch) -
     assert (proof.size, every) == (SMALL, COUNT) and few < COUNT
 
 
+class ByDepth(nn.Module):
+    """Adds rows of a table, which it looks up by numbers in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 48), nn.Linear(48, 64)
+        self.depths = nn.Embedding(40, 48)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        of_depths = self.depths(torch.tensor(3)) * self.depths.weight[torch.tensor(38)]
+        return self.head(self.embed(ids) + of_depths).logsumexp(-1).mean()
+
+
+def test_rows_that_are_looked_up_by_numbers_in_the_code_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for limit in ("LITTLE", "MUCH"):
+        monkeypatch.setattr(prove_program, limit, 0)
+    case = Case(ByDepth(), {"ids": torch.randint(64, (8, 6))})
+    assert prove(case.model, case.batch, case.compile("dp=2", 2)).size == SMALL
+
+
 def test_a_number_that_counts_something_else_is_left_alone() -> None:
     model = Counted(*BY_HALVES)
     seen: list[tuple[int, int]] = []

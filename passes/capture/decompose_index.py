@@ -68,14 +68,14 @@ def own_places(
     """Of `x[arange(b), i]` the dim that is looked up in, after those that are counted
     through, and numbers from 0 on, of the shape of all indices together."""
     along = len(indices) - 1
-    given = [i for i in indices if i is not None]
-    if along < 1 or len(given) != len(indices):
+    known = [i for i in indices if i is not None]
+    if along < 1 or len(known) != len(indices):
         return None
-    lead = torch.broadcast_shapes(*(i.shape for i in given))
-    for dim, position in enumerate(given[:-1]):
+    lead = torch.broadcast_shapes(*(i.shape for i in known))
+    for dim, position in enumerate(known[:-1]):
         if not _counts(rewriter, position, x.shape[dim], dim, len(lead)):
             return None
-    index = given[-1]
+    index = known[-1]
     if index.dtype != torch.int64 or lead[:along] != x.shape[:along]:
         return None
     index = _from_the_start(rewriter, index, x.shape[along])

@@ -6,7 +6,7 @@ size or a position follows, and what constants hold is cut out of the large ones
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from math import prod
@@ -19,7 +19,7 @@ from ..capture.choices import places_along
 from ..capture.recognize_experts import PRODUCTS
 from ..capture.traced import Traced
 from ..graph import Graph, Node, Value, map_values, resolve
-from ..ops.op import op_of
+from ..ops.op import is_view, op_of
 from ..ops.parts import comb_of, part_of, steps_in
 from ..proof.choose_sizes import NotShrunk
 from ..proof.extents import MARGIN, Extent, Extents
@@ -48,6 +48,7 @@ class Shrinker:
         for node in old.nodes:
             new = self.node(node)
             self._check(node, new)
+            self._check_look_ups(node, new, traced.literals)
             nodes.append(new)
         made = Graph(
             inputs=tuple(map(self.value, old.inputs)),
@@ -213,6 +214,20 @@ class Shrinker:
                 differing = [(v, d) for d, (n, m) in pairs if n != m and m is not None]
                 raise self._not_shrunk(new, f"gives {tuple(x.shape)}", differing)
 
+    def _check_look_ups(
+        self, old: Node, new: Node, literals: Mapping[str, Tensor]
+    ) -> None:
+        """Whether rows are there that a model looks up by numbers of its own."""
+        for dim, at in looked_up(old):
+            while (made := self.made.get(at.name)) and _is_same(made):
+                at = made.operands[0]
+            x = old.operands[0]
+            if at.name not in literals or not at.numel:
+                continue
+            rows, number = self.shape(x.name)[dim], literals[at.name]
+            if int(self.tensor(at.name, number).max()) >= rows:
+                raise self._not_shrunk(new, "it looks up others", [(x, dim)])
+
     def _not_shrunk(
         self, new: Node, problem: str, dims: Iterable[tuple[Value, int]]
     ) -> NotShrunk:
@@ -225,3 +240,22 @@ class Shrinker:
                 n for v, d in dims for n in factors[v.name][d] if not n.stays
             ),
         )
+
+
+def _is_same(node: Node) -> bool:
+    """Whether it gives its operand, or what is copied of a number in the code."""
+    return is_view(node) or node.name in ("aten.lift_fresh_copy", "aten.clone")
+
+
+def looked_up(node: Node) -> Iterator[tuple[int, Value]]:
+    """Yields the dims of its first operand in which a node looks up rows, with their
+    numbers."""
+    match node.name:
+        case "aten.embedding":
+            yield 0, node.operands[1]
+        case "aten.index_select":
+            yield node.arg("dim"), node.operands[1]
+        case "aten.index":
+            for dim, at in enumerate(node.arg("indices")):
+                if at is not None and at.dtype != torch.bool:
+                    yield dim, at
