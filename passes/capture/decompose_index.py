@@ -65,17 +65,17 @@ def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
 def own_places(
     rewriter: Rewriter, x: Value, indices: Sequence[Value | None]
 ) -> tuple[int, Value] | None:
-    """Of `x[arange(b), i]` the dim that is looked up in, after those that are counted
-    through, and numbers from 0 on, of the shape of all indices together."""
+    """The dim that `x[arange(b), i]` looks up in, after those that are counted through,
+    and the numbers there, from 0 on, of the shape of all indices together."""
     along = len(indices) - 1
-    known = [i for i in indices if i is not None]
-    if along < 1 or len(known) != len(indices):
+    at = [i for i in indices if i is not None]
+    if along < 1 or len(at) != len(indices):
         return None
-    lead = torch.broadcast_shapes(*(i.shape for i in known))
-    for dim, position in enumerate(known[:-1]):
+    lead = torch.broadcast_shapes(*(i.shape for i in at))
+    for dim, position in enumerate(at[:-1]):
         if not _counts(rewriter, position, x.shape[dim], dim, len(lead)):
             return None
-    index = known[-1]
+    index = at[-1]
     if index.dtype != torch.int64 or lead[:along] != x.shape[:along]:
         return None
     index = _from_the_start(rewriter, index, x.shape[along])
