@@ -10,10 +10,13 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
+from draw_carried import HYPER, Carrying
 from draw_carried import Drawn as DrawnCarried
 from draw_layers import EMBEDDED, MIXERS, READS, ROUTERS, VOCAB, Drawn, Reading
 from proofs import prove, run_full_size
 
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.program import Program
 from autopar.passes.proof_record import SMALL
 from autopar.proof import prove_program
@@ -59,6 +62,19 @@ def test_layers_hand_over_more_than_one_tensor(seed: int) -> None:
     case, program = DrawnCarried.of(seed).compiled()
     prove(case.model, case.batch, program)
     run_full_size(case.model, case.batch, program)
+
+
+@pytest.mark.slow
+def test_streams_of_a_residual_are_not_split() -> None:
+    """Hyper-connections (arXiv:2409.19606) mix them by matrices that both sum and make
+    them: what tp splits is inside of a layer."""
+    model = Carrying(4, [HYPER], far=2, stray=())
+    case = Case(model, {"ids": torch.randint(VOCAB, (8, 12))})
+    case.verify("pp=2,tp=2", 2, cuts=("layers.2",))
+    dims = name_dims(normalize(case.trace())).dims
+    names = {name: [[d.name for d in dim] for dim in dims[name]] for name in dims}
+    assert ["ffn"] not in names["streams"]
+    assert names["layers.0.up.base.weight"] == [["ffn"], ["embed"]]
 
 
 def test_a_model_is_cut_where_layers_add_to_a_loss_and_read_the_embeddings() -> None:

@@ -177,9 +177,12 @@ class _Names:
                             self.give(v, d, "experts")
 
     def hidden(self, products: list[Node]) -> None:
-        """What one weight makes and another sums away: the width inside of an MLP."""
+        """What one weight makes and another sums away: the width inside of an MLP. What
+        a weight both sums and makes, as it mixes the streams of a residual, is none
+        where there is anything else to split."""
         made: set[int] = set()
         used: set[int] = set()
+        mixed: set[int] = set()
         for node in products:
             rule = equation(node)
             if rule is None:
@@ -187,10 +190,17 @@ class _Names:
             for v, dims in zip(node.operands, rule.operands, strict=True):
                 if self.origins[v.name] is not Origin.PARAM or len(dims) > 3:
                     continue
+                sums: set[int] = set()
+                makes: set[int] = set()
                 for own, names in zip(self.tensors[v.name], dims, strict=True):
                     summed = any(rule.roles[name] == "sum" for name in names)
-                    (used if summed else made).update(self.atoms.leaves(own))
-        for atom in made & used:
+                    (sums if summed else makes).update(self.atoms.leaves(own))
+                used |= sums
+                made |= makes
+                mixed |= sums & makes
+        inside = (made & used) - mixed
+        is_split = inside or {"heads", "kv_heads"} & {*self.names.values()}
+        for atom in inside if is_split else made & used:
             self.names.setdefault(atom, "ffn")
 
     def pieces(self, node: Node) -> None:
