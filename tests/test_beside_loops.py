@@ -89,6 +89,7 @@ def test_one_step_computes_what_turns_do(add: Callable[..., Tensor]) -> None:
     assert made.compared > 10 and made.error < 1e-12, str(made)
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_is_compared() -> None:
     model, batch = on_meta()
     program = autopar.compile_offline(model, batch, make_plan("ep=2"), prove=True)

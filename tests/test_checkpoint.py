@@ -142,6 +142,7 @@ def test_resuming_is_bitwise_with_dropout(tmp_path, mesh, options):
 # --- the plain model, with torch's own tools ---------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plain_model_goes_on(saved, expected):
     """`dcp.load` into a model's and optimizer's own state dicts."""
     case = build()

@@ -26,7 +26,7 @@ def lines(program: Program) -> list[int]:
     return [len(text.splitlines()) for text in program.modules.values()]
 
 
-@pytest.mark.matrix(quick=1, daily=6)
+@pytest.mark.matrix(quick=0, daily=6)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_hybrid_is_proved_with_a_few_of_its_layers(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +47,7 @@ def test_the_text_of_a_hybrid_is_as_long_however_many_layers_it_has(seed: int) -
     assert max(lines(high)) <= max(lines(low))
 
 
-@pytest.mark.matrix(quick=2, daily=8)
+@pytest.mark.matrix(quick=1, daily=8)
 @pytest.mark.parametrize("seed", range(100))
 def test_layers_read_whatever_was_made_before(seed: int) -> None:
     kinds = [*MIXERS, "attention", "attention"]

@@ -56,6 +56,7 @@ def test_it_is_told_of_the_best_plan(tmp_path: Path, capsys) -> None:
     assert "first plan takes" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_is_a_way_out_where_no_plan_fits() -> None:
     case = llama(batch=BATCH, seq=64)
     wide, cluster = case.short(precision="bf16"), cluster_of("2xA100-80GB")

@@ -152,6 +152,7 @@ def decayed_on_a_rank(folder: str) -> list[str]:
     return [n for n, p in trainer.step.named_parameters() if id(p) in chosen]
 
 
+@pytest.mark.slow
 def test_pieces_of_a_weight_decay_as_it_does(tmp_path: Path) -> None:
     for names in run_ranks(decayed_on_a_rank, 2, str(tmp_path)):
         pieces = [n for n in names if ".qkv_proj[" in n]
@@ -218,6 +219,7 @@ def losses_of_gpt2(folder: str, mesh: str | None) -> tuple[list[float], list[str
     return [row["loss"] for row in trainer.state.log_history[:1]], told
 
 
+@pytest.mark.slow
 def test_who_counts_labels_otherwise_is_told(tmp_path: Path) -> None:
     [([theirs], _)] = run_ranks(losses_of_gpt2, 1, str(tmp_path), None)
     [([ours], told)] = run_ranks(losses_of_gpt2, 1, str(tmp_path), "")

@@ -276,6 +276,7 @@ def test_ranks_whose_torchrun_is_gone_stop(
     assert two_nodes[0].reason() == said
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("restarts", ["0", "3"])
 def test_ranks_that_would_fail_again_are_not_started_again(
     watchdogs: list[Watchdog],
@@ -370,6 +371,7 @@ def test_who_ends_because_another_was_killed_names_that_one(
     assert watchdogs[1].reason() == "rank 2 does not answer (killed or hung?)"
 
 
+@pytest.mark.slow
 def test_a_signal_is_seen_while_a_call_does_not_return(store: dist.Store) -> None:
     """The main thread runs no handler then: its own thread tells the others."""
     with pytest.raises(SystemExit), Watchdog(store, 0, 2) as watchdog:
