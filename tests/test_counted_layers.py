@@ -37,11 +37,12 @@ class Counted(nn.Module):
         self.n_layer, self.heads = COUNT, COUNT
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(COUNT))
+        self.scales = nn.Parameter(torch.rand(COUNT))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for i in range(self.read(self)):
-            x = x + torch.tanh(self.layers[i](x))
+            x = x + self.scales[i] * torch.tanh(self.layers[i](x))
         return (x @ self.embed.weight.T).logsumexp(-1).mean()
 
 
@@ -66,12 +67,19 @@ def test_they_are_planned_with_few_layers(way) -> None:
     assert case.model.read(case.model) == COUNT == case.model.heads
 
 
-@pytest.mark.parametrize("way", [WAYS["dataclass"], WAYS["table"]])
-def test_they_are_proved_with_few_layers(way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("way", "mesh"), [("dataclass", "dp=2"), ("table", "dp=2,pp=2")]
+)
+def test_they_are_proved_with_few_layers(
+    way: str, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are the numbers that a model has for each layer, as nanochat has."""
     for limit in ("LITTLE", "MUCH"):  # none is run as it is
         monkeypatch.setattr(prove_program, limit, 0)
-    case = case_of(way)
-    proof = prove(case.model, case.batch, case.compile("dp=2", 2, zero=1))
+    case = case_of(WAYS[way])
+    cuts = ("layers.5",) if "pp" in mesh else ()
+    program = case.compile(mesh, 2, cuts=cuts, zero=1)
+    proof = prove(case.model, case.batch, program)
     few, every = proof.layers
     assert (proof.size, every) == (SMALL, COUNT) and few < COUNT
 

@@ -24,7 +24,7 @@ def texts(mesh: str) -> tuple[str, str, Sizes, StageLayers]:
     small = make_small(program, model, batch)
     (large,), (few,) = program.modules.values(), small.program.modules.values()
     sizes = Sizes.of(small.sizes, [(2, 2)])
-    return large, few, sizes, small.few.layers(0, BIG.layers)
+    return large, few, sizes, small.few.layers(0, range(BIG.layers))
 
 
 @pytest.mark.matrix(quick=0)
@@ -121,6 +121,10 @@ def backward(c, p, g, k, b, saved):
         ("y = c.choose(x, 2, {}, (((9, ('dp',)),),))", (7,), (2,), (1,)),
         # As many as there are heads, from 1 on.
         ("x = aten.arange.start({}, {}, dtype=torch.int32)", (1, 9), (1, 5), (1, 10)),
+        # A table of numbers has a row for each layer, here of the last.
+        ("x = aten.select.int(y, 0, {})", (4,), (3,), (2,)),
+        ("x = aten.select_backward.default(y, [5], 0, {})", (4,), (3,), (2,)),
+        ("x = attention(y, i + {})", (1,), (1,), (2,)),
     ],
 )
 def test_numbers_in_texts_are_told_for_what_they_are(
@@ -140,6 +144,13 @@ def test_numbers_in_texts_are_told_for_what_they_are(
     known = sizes, StageLayers("blocks", (0, 1, 3, 4), 5)
     assert differs(text(large), text(small), *known) is None
     assert differs(text(wrong), text(small), *known) is not None
+
+
+def test_rows_are_counted_through_all_stages() -> None:
+    stage = StageLayers("blocks", (0, 1, 3, 4), 5, begins=(4, 7))
+    assert [n for n in range(20) if stage.are_rows(4, n)] == [7]
+    assert [n for n in range(20) if stage.are_rows(7, n)] == [11]
+    assert not stage.are_rows(3, 11) and not StageLayers("", (), 5).are_rows(0, 0)
 
 
 @pytest.mark.slow

@@ -309,9 +309,10 @@ def check_transfer(program: Program, small: Runnable) -> None:
     for number, stage in enumerate(program.stages):
         place = few.stages.index(number) if number in few.stages else None
         stands = [place] if place is not None else range(inside, len(few.stages) - 1)
-        numbers = {number_in(few.path, name) for name in stage.layers}
+        numbers = (number_in(few.path, name) for name in stage.layers)
+        own = {n for n in numbers if n is not None}
         texts = {
-            (key, few.layers(i, len(numbers - {None})))
+            (key, few.layers(i, own))
             for i in stands
             for key in small.program.stages[i].modules.values()
         }

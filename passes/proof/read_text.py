@@ -42,6 +42,13 @@ MASK = re.compile(
     r"c\.(?:dropout_counters\(|draw\([^,]*, |choose\(.*, \d+, )((?:\d+ \* )?i \+ )?$"
 )
 APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, |\bi % .*)$")
+# The row that is taken of a table, as a number for each layer; in a loop, what is added
+# to its variable for that, be it where a function is told of it.
+ROW = re.compile(
+    r"aten\.select(?:_backward\.default\([^,]+, \[[^]]*\]|\.int\([^,]+), \d+, "
+    r"(?P<i>i \+ )?$"
+    r"|(?<![.\w])\w+\(.*, (?P<told>i \+ )$"
+)
 ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
 NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
@@ -62,10 +69,12 @@ VIEW = re.compile(r"\.\w+\([^()]*\)")
 
 
 class Counts(Enum):
-    """SOME: layers, or other things that a small program has as many of. MASKS: draws
-    before this one. OTHERS: what is as it is in the small program."""
+    """SOME: layers, or other things that a small program has as many of. ROWS: layers
+    of the whole model, or what else a table has rows of. BEFORE: layers before those of
+    this stage. MASKS: draws before this one. OTHERS: what is as it is in the small
+    program."""
 
-    SIZE, LAYERS, SOME, MASKS, OTHERS = range(5)
+    SIZE, LAYERS, SOME, ROWS, BEFORE, MASKS, OTHERS = range(7)
 
 
 @dataclass(frozen=True)
@@ -222,6 +231,8 @@ class _Reader:
                     own = Counts.OTHERS
                 elif COUNTED_AFTER.search(before) or GIVEN.match(before):
                     own = Counts.SOME
+                elif row := ROW.search(before):
+                    own = Counts.BEFORE if row["i"] or row["told"] else Counts.ROWS
                 elif MASK.search(before):
                     own = Counts.MASKS
                 numbers.append(Number(float(text), own, whole))

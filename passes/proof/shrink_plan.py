@@ -31,11 +31,18 @@ AS_FIXED = 4  # how many more ranks sizes that stay may take
 class StageLayers:
     """Layers of a stage, and those of its small one. path: of their list, "" if none is
     left out. numbers: of each small one that in the large one, each from its stage's
-    first. count: how many the large one has."""
+    first. count: how many the large one has. begins: the first's number in the whole
+    list, of the small one and of the large one."""
 
     path: str
     numbers: tuple[int, ...]
     count: int
+    begins: tuple[int, int] = (0, 0)
+
+    def are_rows(self, small: int, large: int) -> bool:
+        """Whether a table with a row for each layer of the model has theirs there."""
+        first, its = self.begins
+        return bool(self.path) and self.stands_for(small - first, large - its)
 
     def stands_for(self, small: int, large: int) -> bool:
         """Whether numbers are those of one layer, counted from the first or from the
@@ -67,10 +74,13 @@ class ChosenLayers:
         """The large number of each small layer."""
         return tuple(n for own in self.numbers for n in own)
 
-    def layers(self, place: int, count: int) -> StageLayers:
-        """Those of a small stage, which stands for one that has so many."""
+    def layers(self, place: int, large: Collection[int]) -> StageLayers:
+        """Those of a small stage, which stands for one that has these."""
         own = self.numbers[place] if self.path else ()
-        return StageLayers(self.path, tuple(n - own[0] for n in own), count)
+        before = sum(map(len, self.numbers[:place]))
+        begins = before, min(large, default=0)
+        numbers = tuple(n - own[0] for n in own)
+        return StageLayers(self.path, numbers, len(large), begins)
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -113,7 +113,14 @@ def _alike(a: Number, b: Number, dim: bool, layers: StageLayers, sizes: Sizes) -
         return layers.stands_for(int(b.value), int(a.value))
     if b.counts is Counts.MASKS:
         return a.value > b.value
-    return b.counts is Counts.SIZE and not dim and _is_size(a, b.value, sizes)
+    small, large = layers.begins
+    if b.counts is Counts.BEFORE and a.value - b.value == large - small:
+        return True
+    if b.counts is Counts.ROWS and layers.are_rows(int(b.value), int(a.value)):
+        return True
+    of_size = b.counts in (Counts.BEFORE, Counts.ROWS)
+    of_size |= b.counts is Counts.SIZE and not dim
+    return of_size and _is_size(a, b.value, sizes)
 
 
 def _is_size(number: Number, small: float, sizes: Sizes) -> bool:
