@@ -43,7 +43,8 @@ class Repeater:
         self.strides = self._strides()
         sources = {v.name for v in self.graph.sources}
         self.builder = Builder(sources | few.places.keys())
-        fixed = [v.name for v in (*self.graph.inputs, *self.graph.constants)]
+        self.constants = {v.name for v in self.graph.constants}
+        fixed = [*(v.name for v in self.graph.inputs), *self.constants]
         self.origins = {name: (name, 0) for name in (*fixed, *few.places)}
 
     def whole(self, order: Iterable[str], wholes: Mapping[str, str] = {}) -> Graph:
@@ -97,6 +98,8 @@ class Repeater:
         """What a part that is so many blocks further on reads in place of a value."""
         if v.name in self.few.places:
             return self.then(v.name, copies)
+        if v.name in self.constants:  # by their values, whatever layer holds them
+            return v
         return replace(v, name=self.renamed(v.name, part, copies))
 
     def then(self, name: str, copies: int) -> Value:

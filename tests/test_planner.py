@@ -17,6 +17,7 @@ from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.layers import Layers
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import PlanError
 from autopar.passes.price.account import Account
@@ -100,8 +101,8 @@ def test_the_model_is_as_before() -> None:
     model = plain_gpt(layers=6).model
     before = list(model.named_parameters())
 
-    def stop() -> None:
-        assert len(model.blocks) == 3
+    def stop(layers: Layers) -> None:
+        assert len(model.blocks) == layers.kept == 3
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):

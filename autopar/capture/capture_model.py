@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from autopar.capture.chance import Chance
 from autopar.capture.left_as_found import AsFound, Change, counters
 from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.capture.unusable_tensors import refuse_unusable
-from autopar.passes.capture.find_repeats import find_repeats
+from autopar.passes.capture.find_repeats import find_repeats, layer_kinds
 from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.scripted import refuse_scripted
 from autopar.passes.capture.trace import run_without_data, trace
@@ -75,6 +75,28 @@ def capture_model(
         left = left_over()
     refuse_held(*left)
     return traced
+
+
+def kinds_of_layers(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    precision: Lowering,
+    path: str,
+) -> list[Hashable] | None:
+    """See `layer_kinds`; the model is left as it was."""
+    as_found = AsFound.of(model, loss_fn)
+    chance = Chance(as_found.generators)
+
+    def put_back() -> None:
+        as_found.put_back()
+        chance.put_back()
+
+    call = model, batch, loss_fn, precision, (), True
+    try:
+        return layer_kinds(model, path, partial(run_without_data, *call), put_back)
+    finally:
+        as_found.put_back()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ it learns from three.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -22,45 +22,66 @@ from autopar.passes.capture.find_repeats import LayerList, find_list, with_layer
 from autopar.passes.layers import Layers
 
 Result = TypeVar("Result")
+Kinds = Sequence[Hashable] | None
 Function = BuiltinFunctionType | FunctionType
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 
 
 def of_few_layers(
-    model: nn.Module, body: Callable[[], Result | None]
+    model: nn.Module,
+    body: Callable[[Layers], Result | None],
+    kinds: Callable[[str], Kinds] = lambda path: None,
 ) -> tuple[Layers | None, Result | None]:
     """What `body` gives while the model has only `KEPT` repeats of its layers, and
     these; the model itself is as before afterwards. (None, None) if it has no list of
-    layers that repeats as often, or does not run with few."""
-    layers = find_layers(model)
+    layers that repeats as often, or does not run with few. kinds: see `find_layers`."""
+    layers = find_layers(model, kinds)
     if layers is None:
         return None, None
-    result = with_layers(model, layers.path, range(layers.kept), body)
+    few = range(layers.kept)
+    result = with_layers(model, layers.path, few, lambda: body(layers))
     return (None if result is None else layers), result
 
 
-def find_layers(model: nn.Module) -> Layers | None:
-    """The list of modules that holds most of the parameters, if its pattern repeats."""
+def find_layers(
+    model: nn.Module, kinds: Callable[[str], Kinds] = lambda path: None
+) -> Layers | None:
+    """The list of modules that holds most of the parameters, if its pattern repeats.
+
+    kinds: what each layer of a list, by its path, does when the model runs, where that
+    is known: that a forward does more in some layers their attributes do not tell.
+    """
     path = find_list(model, lambda layers: _period(layers) is not None)
     layers = model.get_submodule(path)
-    if not isinstance(layers, nn.ModuleList) or not (period := _period(layers)):
+    if not isinstance(layers, LayerList) or not (period := _period(layers)):
         return None
+    if KEPT * period < len(layers) and (own := kinds(path)):
+        period = _period(layers, own)
+        if period is None:
+            return None
     kept = min(KEPT * period + len(layers) % period, len(layers))
     return Layers(path, len(layers), period, kept)
 
 
-def _period(modules: LayerList) -> int | None:
+def _period(modules: LayerList, kinds: Kinds = None) -> int | None:
     """The length of the shortest pattern that repeats over all of the layers: twice, or
     as often as is kept, and then in part."""
-    if not isinstance(modules, nn.ModuleList) or not len(modules):
-        return None
-    layers = without_index([find_facts(layer) for layer in modules])
-    for length in range(1, len(layers) // 2 + 1):
-        times, rest = divmod(len(layers), length)
-        repeated = layers[:length] * times + layers[:rest]
-        if repeated == layers and (not rest or times >= KEPT):
+    if not len(modules) or len({*map(id, modules)}) < len(modules):
+        return None  # layers that run several times are priced as they are
+    facts = without_index([find_facts(layer) for layer in modules])
+    kinds = kinds or ()
+    for length in range(1, len(facts) // 2 + 1):
+        times, rest = divmod(len(facts), length)
+        often = not rest or times >= KEPT
+        # The first run is priced by itself; what comes after layers is not known of the
+        # last one.
+        if often and _repeats(facts, length) and _repeats(kinds[length:-1], length):
             return length
     return None
+
+
+def _repeats(layers: Sequence[object], length: int) -> bool:
+    return all(layers[i] == layers[i % length] for i in range(len(layers)))
 
 
 Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value

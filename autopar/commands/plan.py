@@ -117,7 +117,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
             raise ModelError("no --global-batch is given", fix="add --global-batch 512")
         of = capture_few_layers(loaded, request, global_batch, seq)
         best = best_plan(of, loaded, request, global_batch, seq, arguments.seed, reach)
-    plans, plan = best.plans, best.plan
+    of, plans, plan = best.of, best.plans, best.plan
     if arguments.output:
         save_record(best.record, plan, arguments.output)
     proof = None

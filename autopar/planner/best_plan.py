@@ -58,13 +58,13 @@ def best_plan(
     Raises: Infeasible, PlanError.
     """
 
-    def whole() -> ShortModel:
+    def whole(of: ShortModel, few: bool) -> ShortModel:
         if of.batch == global_batch:
             return of
         batch = batch_for(loaded, global_batch, seq)
-        return capture_short(loaded.model, batch, **request.of_all)
+        return capture_short(loaded.model, batch, few=few, **request.of_all)
 
-    plans, plan = search_plans(of, request, global_batch, whole, reach)
+    of, plans, plan = search_plans(of, request, global_batch, whole, reach)
     record = PlanRecord(
         plan=checksum(plan.to_json()),
         model=loaded.spec,

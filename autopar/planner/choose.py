@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.machine.measured_cluster import how_priced
 from autopar.models.batches import samples_of, with_samples
+from autopar.passes.errors import StageError
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.candidates import ALIKE
@@ -34,11 +35,14 @@ def choose_plan(
 ) -> Plan:
     """The best plan for steps on such batches. Raises: Infeasible, PlanError."""
 
-    def capture(batch: Mapping[str, Any]) -> ShortModel:
-        return capture_short(model, batch, loss_fn, **request.of_all)
+    def capture(batch: Mapping[str, Any], few: bool = True) -> ShortModel:
+        return capture_short(model, batch, loss_fn, few, **request.of_all)
 
-    of, whole = capture(with_samples(batch, SAMPLES)), partial(capture, batch)
-    plans, plan = search_plans(of, request, samples_of(batch), whole)
+    def whole(_: ShortModel, few: bool) -> ShortModel:
+        return capture(batch, few)
+
+    short = capture(with_samples(batch, SAMPLES))
+    _, plans, plan = search_plans(short, request, samples_of(batch), whole)
     best = plans.best[0]
     LOG.info("%s: %s", best.candidate, how_priced(best, request.cluster))
     return plan
@@ -48,14 +52,36 @@ def search_plans(
     of: ShortModel,
     request: PlanRequest,
     global_batch: int,
-    whole: Callable[[], ShortModel],
+    whole: Callable[[ShortModel, bool], ShortModel],
     reach: float = ALIKE,
-) -> tuple[Ranking, Plan]:
-    """The best plans, and the first of them with all that is decided.
+) -> tuple[ShortModel, Ranking, Plan]:
+    """The model that plans were priced by, the best of them, and the first with all
+    that is decided. Where some mesh cuts what one layer hands on to the next, the model
+    is captured as it is, and without pipelines.
 
-    whole: captures the model with all samples of a step. reach: of op shardings, see
-    `open_to_op_shardings`. Raises: Infeasible, PlanError.
+    whole: captures the model with all samples of a step, and with few layers or not.
+    reach: of op shardings, see `open_to_op_shardings`. Raises: Infeasible, PlanError.
     """
+
+    def searched(of: ShortModel, few: bool) -> tuple[ShortModel, Ranking, Plan]:
+        every = partial(whole, of, few)
+        return of, *_search(of, request, global_batch, every, reach)
+
+    try:
+        return searched(of, True)
+    except StageError:
+        if of.layers is None or of.again is None:
+            raise
+        return searched(of.again(few=False), False)
+
+
+def _search(
+    of: ShortModel,
+    request: PlanRequest,
+    global_batch: int,
+    whole: Callable[[], ShortModel],
+    reach: float,
+) -> tuple[Ranking, Plan]:
     cluster, watch = request.limited, partial(tell, "pricing candidates")
     plans = find_plans(of, cluster, global_batch, watch=watch, **request.space)
     sharded: Mapping[Candidate, Plan] = {}

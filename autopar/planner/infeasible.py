@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.machine.hardware import DEVICES, make_cluster
+from autopar.passes.mesh import Mesh
 from autopar.passes.plan import NARROW, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
@@ -16,6 +17,9 @@ from autopar.passes.search.by_formula import rough
 from autopar.passes.search.candidates import Space, candidates, meshes
 from autopar.passes.search.search import Ranking, run_on_paper
 
+NO_LAYERS = (
+    "the model has no list of layers whose pattern repeats, or does not run with few"
+)
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
 TRIED = 3  # of the most frugal candidates
 
@@ -128,6 +132,11 @@ def nothing_to_choose(space: Space) -> NothingToChoose:
         wished = f" with axes of {', '.join(map(str, space.shape))}"
     devices, batch = space.cluster.devices, space.global_batch
     possible = list(meshes(space))
+    if space.runs == 1 and (space.mesh or Mesh(())).pipeline_ranks > 1:
+        return NothingToChoose(
+            f"no pipeline can be planned: {NO_LAYERS}",
+            fix=f"compile it as it is: autopar compile ... --mesh {space.mesh}",
+        )
     if not possible:
         return NothingToChoose(
             f"no mesh of {devices} devices{wished} has a meaning for this model",

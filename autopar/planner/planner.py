@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.capture_model import capture_model
+from autopar.capture.capture_model import capture_model, kinds_of_layers
 from autopar.capture.shorten import of_few_layers
 from autopar.gc_paused import gc_paused
 from autopar.models.batches import with_samples
 from autopar.options import make_plan
 from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.traced import Traced
 from autopar.passes.dims.name_dims import Named, name_dims
-from autopar.passes.errors import LossNotSeparable
+from autopar.passes.errors import LossNotSeparable, StageError
 from autopar.passes.layers import Layers
 from autopar.passes.mesh import AXES, SIZED_AXES, Axis, Mesh
 from autopar.passes.plan import NARROW, Plan, PlanError
@@ -76,10 +77,7 @@ class ShortModel:
     @property
     def starts(self) -> tuple[str, ...]:
         """Paths of the layers that were captured."""
-        if self.layers is None:
-            return ("",)
-        kept = self.layers.kept // self.layers.period
-        return self.layers.starts[:kept]
+        return starts_of(self.layers) if self.layers else ("",)
 
     @property
     def in_float32(self) -> bool:
@@ -122,22 +120,45 @@ class ShortModel:
         return tuple(sorted(sizes))
 
 
+def starts_of(layers: Layers) -> tuple[str, ...]:
+    """Paths at which the repeats begin that the model with few layers has."""
+    return layers.starts[: layers.kept // layers.period]
+
+
 @gc_paused()
 def capture_short(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
+    few: bool = True,
     **options: Any,
 ) -> ShortModel:
     """Capture a model for planning. batch: at least two samples, as an example.
 
-    options: see `ShortModel`. Raises: CaptureError, PlanError.
+    few: with a few of its layers, where these stand for all. options: see `ShortModel`.
+    Raises: CaptureError, PlanError.
     """
     precision = make_plan("", **options).lowering
-    capture = partial(capture_model, model, batch, loss_fn, precision)
-    layers, traced = of_few_layers(model, capture)
-    traced = traced or capture()
-    named = shared = name_dims(normalize(lower_precision(traced)))
+    call = model, batch, loss_fn, precision
+
+    def capture(layers: Layers) -> tuple[Traced, Named] | None:
+        """The model with few layers, if it can be cut between them."""
+        traced = capture_model(*call)
+        named = name_dims(normalize(lower_precision(traced)))
+        try:
+            cut_layers(named, make_plan(""), starts_of(layers))
+        except StageError:
+            return None
+        return traced, named
+
+    layers, short = None, None
+    if few:
+        layers, short = of_few_layers(model, capture, partial(kinds_of_layers, *call))
+    if short is None:
+        traced = capture_model(*call)
+        short = traced, name_dims(normalize(lower_precision(traced)))
+    traced, named = short
+    shared = named
     if traced.autocast:
         shared = name_dims(normalize(lower_precision(traced, tables=True)))
     samples = max(v.shape[0] for v in named.graph.inputs if v.shape)
@@ -145,7 +166,7 @@ def capture_short(
     @cache
     def again(samples: int = 0, **others: Any) -> ShortModel:
         other = with_samples(batch, samples) if samples else batch
-        return capture_short(model, other, loss_fn, **{**options, **others})
+        return capture_short(model, other, loss_fn, **{"few": few, **options, **others})
 
     return ShortModel(named, layers, samples, shared, options, again)
 

@@ -71,7 +71,8 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
     if record.best[0].candidate.has_op_shardings:
         raise EstimateError(
             f"the plan's op shardings were decided for {record.cluster}",
-            fix=f"plan anew: autopar plan {model} --op-shardings --devices ...",
+            fix=f"plan anew: autopar plan {model} --devices ...; with "
+            "--no-op-shardings, a plan can be priced again",
         )
     plain = [e.candidate for e in record.best if not e.candidate.has_op_shardings]
     best = price(plain, _short_model(record), cluster)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from autopar.passes.errors import LossNotSeparable
 from autopar.passes.mesh import AXES
-from autopar.passes.plan import Plan
+from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate, estimate
@@ -60,7 +60,12 @@ def shard_ops_of_best(
     open_to = open_to_op_shardings(searched, reach)
     for number, e in enumerate(open_to):
         tell(f"choosing op shardings of {e.candidate}", number, len(open_to))
-        tried = _with_op_shardings(e, whole, cluster, decided)
+        try:
+            tried = _with_op_shardings(e, whole, cluster, decided)
+        except PlanError:  # layers that cannot be decided one by one
+            if math.isinf(reach):
+                raise
+            continue
         if tried and tried[0].seconds < e.seconds * (1 - GAIN):
             better.append(tried[0])
             plans[tried[0].candidate] = tried[1]

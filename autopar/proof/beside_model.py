@@ -29,6 +29,7 @@ from autopar.passes.capture.trace import run_without_data
 from autopar.passes.capture.traced import Traced
 from autopar.passes.capture.user_frames import at_work
 from autopar.passes.errors import AutoparError, CaptureError
+from autopar.passes.layers import Layers
 from autopar.passes.ops.random import DRAWN
 from autopar.passes.proof_record import CALLS, NUMBERS, Beside
 from autopar.progress import tell
@@ -92,7 +93,7 @@ def _compare(untouched: Untouched, traced: Traced, flops: float, seed: int) -> B
             return _compare_numbers(untouched, traced, seed)
         few = replace(untouched, batch=_few_tokens(untouched.batch))
 
-        def compare() -> Beside | None:
+        def compare(_: Layers) -> Beside | None:
             beside = _compare_calls(few, seed)
             return beside if beside.by else None
 

@@ -10,7 +10,7 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import TF32, Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.search.search import Ranking
-from autopar.planner.infeasible import gigabytes
+from autopar.planner.infeasible import NO_LAYERS, gigabytes
 from autopar.planner.planner import ShortModel
 from autopar.reports.tables import Table
 
@@ -53,10 +53,7 @@ def layers_notes(of: ShortModel, cluster: Cluster) -> tuple[str, ...]:
     """That no pipelines were among the candidates, where devices are several."""
     if of.layers is not None or cluster.devices == 1:
         return ()
-    return (
-        "no pipelines were tried: the model has no list of layers whose pattern "
-        "repeats, or does not run with few of them; `compile --mesh pp=2` makes one",
-    )
+    return (f"no pipelines were tried: {NO_LAYERS}; `compile --mesh pp=2` makes one",)
 
 
 def plans_table(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -22,6 +22,7 @@ from ..capture.guards import Reading
 from ..errors import CaptureError
 from ..layers import BEFORE, FIRST, Repeats, longest
 
+RESULTS = 4  # from here on a call has the shapes and dtypes of its results
 SPARED = 4  # layers that it must spare at least
 
 Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
@@ -150,6 +151,20 @@ def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | Non
         few = few or _calls(model, path, own, put_back, within)
     expected = [whole[BEFORE], *(whole[FIRST + n] for n in repeats.kept), whole[-1]]
     return repeats if few == expected else None
+
+
+def layer_kinds(
+    model: nn.Module, path: str, run: Run, put_back: PutBack
+) -> list[Hashable] | None:
+    """What each layer of a list calls, and the shapes that come of it: that tells how
+    much it costs. None where it is not known. run, put_back: see `find_repeats`."""
+    for meta in (True, False):
+        if parts := _calls(model, path, partial(run, meta), put_back):
+            return [
+                tuple((call[0], *call[RESULTS:]) for call in part)
+                for part in parts[FIRST:-1]
+            ]
+    return None
 
 
 def _may_repeat(layers: LayerList) -> bool:
