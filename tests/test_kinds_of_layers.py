@@ -10,7 +10,9 @@ import torch
 from cases import Case
 from torch import Tensor, nn
 
+from autopar.capture.capture_model import capture_model
 from autopar.machine.hardware import cluster_of
+from autopar.passes.errors import CaptureError
 from autopar.passes.mesh import Mesh
 from autopar.planner.infeasible import NothingToChoose
 from autopar.planner.planner import find_plans
@@ -141,3 +143,14 @@ def test_layers_that_hold_equal_tables_are_captured_once() -> None:
     case = case_of(in_turn, [Table() for _ in range(COUNT)])
     assert case.trace().graph.constants
     case.verify("dp=2,pp=2", 2, cuts=("layers.6",))
+
+
+def of_unlike_shapes(model: Layered, x: Tensor) -> Tensor:
+    return torch.cat([in_turn(model, x), x[:, :, : len(model.layers)]])
+
+
+def test_torch_does_not_log_what_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    case = case_of(of_unlike_shapes)
+    with pytest.raises(CaptureError):
+        capture_model(case.model, case.batch)
+    assert "failed while attempting" not in caplog.text

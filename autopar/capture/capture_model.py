@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -61,7 +62,7 @@ def capture_model(
         with contextlib.redirect_stderr(io.StringIO()):
             return trace(*call, repeats=repeats)
 
-    with only_new():
+    with only_new(), unlogged():
         try:
             repeats = find_repeats(model, partial(run_without_data, *call), put_back)
             with first_changes(model, as_found) as changed:
@@ -94,9 +95,22 @@ def kinds_of_layers(
 
     call = model, batch, loss_fn, precision, (), True
     try:
-        return layer_kinds(model, path, partial(run_without_data, *call), put_back)
+        with unlogged():
+            return layer_kinds(model, path, partial(run_without_data, *call), put_back)
     finally:
         as_found.put_back()
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Within, torch does not log why an op has no shapes: it raises that as well, and a
+    model is tried in more than one way."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager
