@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,27 @@ def test_a_number_that_only_some_layers_know_makes_no_difference() -> None:
     assert layers[0] != layers[2], "a flag of the first two is no number"
     pair = without_index([find_facts(Numbered(i)) for i in (0, 1)])
     assert ("", "is_later") in pair[1]
+
+
+@pytest.mark.parametrize(
+    ("told", "alike"),
+    [
+        (lambda i: i + 1, True),
+        (lambda i: f"decoder.block.{i}", True),
+        (lambda i: f"block_{i + 1}.attn", True),
+        (lambda i: i + 2, False),
+        (lambda i: f"kind {i % 2}", False),
+        (lambda i: 2 * i, False),
+    ],
+)
+def test_numbers_count_from_one_too_and_stand_in_names(
+    told: Callable[[int], object], alike: bool
+) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(12)]
+    for i, layer in enumerate(layers):
+        layer.told = told(i)
+    first, *others = without_index([find_facts(layer) for layer in layers])
+    assert all(own == first for own in others) == alike
 
 
 @pytest.mark.parametrize(

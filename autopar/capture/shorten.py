@@ -7,6 +7,7 @@ it learns from three.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from autopar.passes.layers import Layers
 Result = TypeVar("Result")
 Kinds = Sequence[Hashable] | None
 Function = BuiltinFunctionType | FunctionType
+COUNT = 0, 1  # layers are numbered from here on
+NUMBERED = object()
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 
 
@@ -123,8 +126,9 @@ def _plain(value: object) -> Hashable:
 
 
 def without_index(layers: list[Facts]) -> list[Facts]:
-    """An attribute that is the layer's own number, in each that has it and in two at
-    least, makes no difference. A flag is no number, though `False == 0`."""
+    """An attribute that is the layer's own number, from 0 or 1 on, or a name that has
+    it, in each that has one and in two at least, makes no difference. A flag is no
+    number, though `False == 0`."""
     values: dict[tuple[str, str], list[tuple[int, object]]] = defaultdict(list)
     for i, facts in enumerate(layers):
         for key, value in facts.items():
@@ -132,6 +136,18 @@ def without_index(layers: list[Facts]) -> list[Facts]:
     index = {
         key
         for key, own in values.items()
-        if len(own) > 1 and all(type(x) is int and x == i for i, x in own)
+        if len({x for _, x in own}) > 1
+        and any(
+            len({_unnumbered(x, i + first) for i, x in own}) == 1 for first in COUNT
+        )
     }
     return [{k: v for k, v in facts.items() if k not in index} for facts in layers]
+
+
+def _unnumbered(x: object, number: int) -> object:
+    """The same without a number in it; what has none as it is."""
+    if type(x) is int and x == number:
+        return NUMBERED
+    if isinstance(x, str):
+        return re.sub(rf"(?<!\d){number}(?!\d)", "#", x)
+    return x
