@@ -46,29 +46,38 @@ class Repeats:
 @dataclass(frozen=True)
 class Layers:
     """The layers of a model. path: of their list. period: of the pattern that repeats
-    (in layers); kept: of `total`, how many the shortened model has. After the last
-    repeat there may be the first few layers of another one, which count as its end."""
+    (in layers); kept: of `total`, how many the shortened model has. before: unlike
+    layers before the pattern, which its first repeat has too. After the last repeat
+    there may be the first few layers of another one, which count as its end."""
 
     path: str
     total: int
     period: int
     kept: int
+    before: int = 0
 
     @property
     def repeats(self) -> int:
-        return self.total // self.period
+        return (self.total - self.before) // self.period
+
+    @property
+    def kept_repeats(self) -> int:
+        """How many the shortened model has."""
+        return (self.kept - self.before) // self.period
 
     @property
     def starts(self) -> tuple[str, ...]:
         """Module paths at which the repeats of the pattern begin."""
-        numbers = (i * self.period for i in range(self.repeats))
-        return tuple(f"{self.path}.{i}" for i in numbers)
+        later = (self.before + i * self.period for i in range(1, self.repeats))
+        return tuple(f"{self.path}.{i}" for i in (0, *later))
 
     def repeat_of(self, module: str) -> int | None:
         """The repeat that a module path of the shortened model lies in."""
         number = number_in(self.path, module)
-        last = self.kept // self.period - 1
-        return None if number is None else min(number // self.period, last)
+        if number is None:
+            return None
+        repeat = max(0, number - self.before) // self.period
+        return min(repeat, self.kept_repeats - 1)
 
 
 def longest(path: str, layers: Sequence[Hashable]) -> Repeats | None:

@@ -15,7 +15,7 @@ from autopar.machine.hardware import cluster_of
 from autopar.passes.errors import CaptureError
 from autopar.passes.mesh import Mesh
 from autopar.planner.infeasible import NothingToChoose
-from autopar.planner.planner import find_plans
+from autopar.planner.planner import ShortModel, find_plans, plan_of
 
 WIDTH, VOCAB, COUNT = 16, 32, 12
 
@@ -118,9 +118,29 @@ def test_few_layers_stand_for_all_where_they_do_what_all_do(
     assert (of.layers.period if of.layers else None) == period
 
 
+class Wide(nn.Linear):
+    """Another layer, as of a mixture's first ones, which are dense."""
+
+
+@pytest.mark.parametrize("body", [in_turn, with_first_values])
+def test_unlike_layers_before_the_pattern_are_of_its_first_repeat(body) -> None:
+    case = case_of(body, [*(Wide(WIDTH, WIDTH) for _ in range(3)), *linears()])
+    of = case.short()
+    assert of.layers is not None
+    assert (of.layers.before, of.layers.period, of.layers.kept) == (3, 1, 6)
+    assert of.starts == ("layers.0", "layers.4", "layers.5") and of.runs == COUNT
+    is_priced_as_whole(of)
+    best = find_plans(of, cluster_of("2xA100-80GB"), 16, mesh=Mesh.parse("pp=2"))
+    plan = plan_of(best.best[0].candidate, of)
+    case.verify("pp=2", plan.microbatches, cuts=plan.cuts[:1])
+
+
 @pytest.mark.parametrize("body", [with_adapters, with_few_adapters])
 def test_a_plan_is_priced_as_the_whole_model_is(body) -> None:
-    of = case_of(body).short()
+    is_priced_as_whole(case_of(body).short())
+
+
+def is_priced_as_whole(of: ShortModel) -> None:
     assert of.again is not None and of.layers is not None
     wishes = {"mesh": Mesh.parse("dp=2"), "zero": (0,), "recompute": ("none",)}
     cluster = cluster_of("2xA100-80GB")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
+from itertools import product
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import TypeVar
 
@@ -54,37 +55,51 @@ def find_layers(
     kinds: what each layer of a list, by its path, does when the model runs, where that
     is known: that a forward does more in some layers their attributes do not tell.
     """
-    path = find_list(model, lambda layers: _period(layers) is not None)
-    layers = model.get_submodule(path)
-    if not isinstance(layers, LayerList) or not (period := _period(layers)):
+    path = find_list(model, lambda layers: _pattern("", layers) is not None)
+    modules = model.get_submodule(path)
+    if not isinstance(modules, LayerList):
         return None
-    if KEPT * period < len(layers) and (own := kinds(path)):
-        period = _period(layers, own)
-        if period is None:
-            return None
-    kept = min(KEPT * period + len(layers) % period, len(layers))
-    return Layers(path, len(layers), period, kept)
+    layers = _pattern(path, modules)
+    if layers is not None and layers.kept < layers.total and (own := kinds(path)):
+        return _pattern(path, modules, own)
+    return layers
 
 
-def _period(modules: LayerList, kinds: Kinds = None) -> int | None:
-    """The length of the shortest pattern that repeats over all of the layers: twice, or
-    as often as is kept, and then in part."""
-    if not len(modules) or len({*map(id, modules)}) < len(modules):
+def _pattern(path: str, modules: LayerList, kinds: Kinds = None) -> Layers | None:
+    """The pattern that repeats over all of the layers but a few before it: twice, or
+    as often as is kept, and then in part. Of several the one of which fewest are kept.
+    """
+    total = len(modules)
+    if not total or len({*map(id, modules)}) < total:
         return None  # layers that run several times are priced as they are
     facts = without_index([find_facts(layer) for layer in modules])
-    kinds = kinds or ()
-    for length in range(1, len(facts) // 2 + 1):
-        times, rest = divmod(len(facts), length)
-        often = not rest or times >= KEPT
+    alike = _numbers([frozenset(own.items()) for own in facts])
+    done = _numbers(kinds or ())
+    best: Layers | None = None
+    for before, period in product(range(total // 2), range(1, total // 2 + 1)):
+        times, rest = divmod(total - before, period)
+        kept = min(before + KEPT * period + rest, total)
+        if times < (KEPT if before or rest else 2) or (best and kept >= best.kept):
+            continue
         # The first run is priced by itself; what comes after layers is not known of the
         # last one.
-        if often and _repeats(facts, length) and _repeats(kinds[length:-1], length):
-            return length
-    return None
+        if _repeats(alike[before:], period) and _repeats(
+            done[before + period : -1], period
+        ):
+            best = Layers(path, total, period, kept, before)
+    return best
 
 
-def _repeats(layers: Sequence[object], length: int) -> bool:
-    return all(layers[i] == layers[i % length] for i in range(len(layers)))
+def _numbers(layers: Sequence[Hashable]) -> list[int]:
+    """The same number for what is alike."""
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(layer, len(known)) for layer in layers]
+
+
+def _repeats(layers: Sequence[int], period: int) -> bool:
+    return all(
+        one == other for one, other in zip(layers, layers[period:], strict=False)
+    )
 
 
 Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value

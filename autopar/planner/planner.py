@@ -122,7 +122,7 @@ class ShortModel:
 
 def starts_of(layers: Layers) -> tuple[str, ...]:
     """Paths at which the repeats begin that the model with few layers has."""
-    return layers.starts[: layers.kept // layers.period]
+    return layers.starts[: layers.kept_repeats]
 
 
 @gc_paused()
