@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from cases import Case
+from draw_carried import Carrying, Drawn
 from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
@@ -140,7 +141,18 @@ def test_a_plan_is_priced_as_the_whole_model_is(body) -> None:
     is_priced_as_whole(case_of(body).short())
 
 
-def is_priced_as_whole(of: ShortModel) -> None:
+@pytest.mark.matrix(quick=1, daily=5)
+@pytest.mark.parametrize("seed", [2, 4, 6, 8, 10, 13, 17, 18, 24])  # patterns of layers
+def test_drawn_models_are_priced_as_the_whole_ones_are(seed: int) -> None:
+    """What all layers read of the first, or of a table by layer, is counted for each:
+    memory is 3.4 % off in the farthest of these."""
+    drawn = Drawn.of(seed, range(12, 22))
+    model = Carrying(drawn.count, drawn.habits, drawn.far, drawn.stray)
+    case = Case(model, {"ids": torch.randint(VOCAB, (16, 12))})
+    is_priced_as_whole(case.short(), memory=0.04)
+
+
+def is_priced_as_whole(of: ShortModel, memory: float = 0.01) -> None:
     assert of.again is not None and of.layers is not None
     wishes = {"mesh": Mesh.parse("dp=2"), "zero": (0,), "recompute": ("none",)}
     cluster = cluster_of("2xA100-80GB")
@@ -149,7 +161,7 @@ def is_priced_as_whole(of: ShortModel) -> None:
         for short in (of, of.again(few=False))
     )
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
-    assert few.peak == pytest.approx(whole.peak, rel=1e-2)
+    assert few.peak == pytest.approx(whole.peak, rel=memory)
 
 
 def test_pipelines_that_cannot_be_planned_are_told_so() -> None:

@@ -83,10 +83,11 @@ def _pattern(path: str, modules: LayerList, kinds: Kinds = None) -> Layers | Non
             continue
         # The first run is priced by itself; what comes after layers is not known of the
         # last one.
-        if _repeats(alike[before:], period) and _repeats(
-            done[before + period : -1], period
-        ):
+        inside = done[before + period : -1]
+        if _repeats(alike[before:], period) and _repeats(inside, period):
             best = Layers(path, total, period, kept, before)
+            if kept <= KEPT:
+                break
     return best
 
 
@@ -97,9 +98,7 @@ def _numbers(layers: Sequence[Hashable]) -> list[int]:
 
 
 def _repeats(layers: Sequence[int], period: int) -> bool:
-    return all(
-        one == other for one, other in zip(layers, layers[period:], strict=False)
-    )
+    return layers[period:] == layers[: max(0, len(layers) - period)]
 
 
 Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value
@@ -148,14 +147,12 @@ def without_index(layers: list[Facts]) -> list[Facts]:
     for i, facts in enumerate(layers):
         for key, value in facts.items():
             values[key].append((i, value))
-    index = {
-        key
-        for key, own in values.items()
-        if len({x for _, x in own}) > 1
-        and any(
-            len({_unnumbered(x, i + first) for i, x in own}) == 1 for first in COUNT
-        )
-    }
+
+    def are_numbers(own: list[tuple[int, object]]) -> bool:
+        plain = ({_unnumbered(x, i + first) for i, x in own} for first in COUNT)
+        return len({x for _, x in own}) > 1 and min(map(len, plain)) == 1
+
+    index = {key for key, own in values.items() if are_numbers(own)}
     return [{k: v for k, v in facts.items() if k not in index} for facts in layers]
 
 

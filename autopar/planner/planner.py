@@ -141,10 +141,13 @@ def capture_short(
     precision = make_plan("", **options).lowering
     call = model, batch, loss_fn, precision
 
-    def capture(layers: Layers) -> tuple[Traced, Named] | None:
-        """The model with few layers, if it can be cut between them."""
+    def capture() -> tuple[Traced, Named]:
         traced = capture_model(*call)
-        named = name_dims(normalize(lower_precision(traced)))
+        return traced, name_dims(normalize(lower_precision(traced)))
+
+    def if_cut(layers: Layers) -> tuple[Traced, Named] | None:
+        """With few layers, if the model can be cut between them."""
+        traced, named = capture()
         try:
             cut_layers(named, make_plan(""), starts_of(layers))
         except StageError:
@@ -153,10 +156,8 @@ def capture_short(
 
     layers, short = None, None
     if few:
-        layers, short = of_few_layers(model, capture, partial(kinds_of_layers, *call))
-    if short is None:
-        traced = capture_model(*call)
-        short = traced, name_dims(normalize(lower_precision(traced)))
+        layers, short = of_few_layers(model, if_cut, partial(kinds_of_layers, *call))
+    short = short or capture()
     traced, named = short
     shared = named
     if traced.autocast:

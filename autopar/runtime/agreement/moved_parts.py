@@ -34,17 +34,20 @@ class Holder(Protocol):
     def gradients(self) -> Collection[Tensor]: ...
 
 
-def watch_collectives(holders: WeakSet[Any]) -> None:
-    """From now on, in this process, refuse to write what comes of other ranks into
-    gradients, what is computed of their parts, and parts of parameters."""
-    _watched()[id(holders)] = holders
+HOLDERS: WeakSet[Any] = WeakSet()
+
+
+def watch_collectives(holder: Holder) -> None:
+    """From now on, in this process, refuse to write what comes of other ranks into a
+    step's gradients, what is computed of their parts, and parts of parameters."""
+    _look_at_collectives()
+    HOLDERS.add(holder)
 
 
 @cache
-def _watched() -> dict[int, WeakSet[Any]]:
-    """Whose parts are watched. torch's collectives have no hook: each looks by one
-    function whether it was given a tensor, whatever name a loop calls it by."""
-    watched: dict[int, WeakSet[Any]] = {}
+def _look_at_collectives() -> None:
+    """torch's collectives have no hook: each looks by one function whether it was given
+    a tensor, whatever name a loop calls it by."""
     is_tensor: Callable[[Any, str], None] = distributed_c10d._check_single_tensor
 
     @wraps(is_tensor)
@@ -52,15 +55,12 @@ def _watched() -> dict[int, WeakSet[Any]]:
         is_tensor(param, param_name)
         frame = sys._getframe(1)
         if (name := frame.f_code.co_name) in WRITES:
-            _check(param, name, frame, [h for hs in watched.values() for h in hs])
+            _check(param, name, frame)
 
     distributed_c10d._check_single_tensor = checked
-    return watched
 
 
-def _check(
-    x: Tensor, name: str, frame: FrameType | None, holders: Collection[Holder]
-) -> None:
+def _check(x: Tensor, name: str, frame: FrameType | None) -> None:
     """Raises ShardError, with the loop's line."""
     # A gradient's class passes on what torch would call.
     while frame is not None and _module(frame).startswith((TORCH, PASSES_ON)):
@@ -71,7 +71,8 @@ def _check(
     memory = _memory(x)
 
     def is_one(of: Callable[[Holder], Collection[Tensor]]) -> bool:
-        return any(memory == _memory(own) for holder in holders for own in of(holder))
+        own = (_memory(tensor) for holder in HOLDERS for tensor in of(holder))
+        return memory != 0 and memory in own
 
     if isinstance(x, ShardGradient) or is_one(lambda holder: holder.gradients):
         raise ShardError(
@@ -91,6 +92,7 @@ def _check(
 
 
 def _memory(x: Tensor) -> int:
+    """Where it is held; 0 if it holds nothing, as some parts of short parameters."""
     return x.untyped_storage().data_ptr() if x.numel() else 0
 
 

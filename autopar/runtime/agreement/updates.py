@@ -105,7 +105,7 @@ class Updates:
         finalize(self, register_optimizer_step_pre_hook(before).remove)
         finalize(self, register_optimizer_step_post_hook(after).remove)
         _watch_clipping()
-        watch_collectives(WATCHING)
+        watch_collectives(self)
         WATCHING.add(self)
 
     @property
