@@ -30,6 +30,7 @@ from ..capture.function_operations import (
     wants,
     with_backward,
 )
+from ..capture.own_collectives import OwnCollectives
 from ..capture.user_frames import at_work
 from ..errors import CaptureError
 
@@ -95,7 +96,8 @@ class Functions:
         neither its forward's derivative nor linear in what it is given.
         """
         kinds = {call.kind: call for call in self.calls.values()}
-        constants = {kind: _own_backward(call) for kind, call in kinds.items()}
+        with OwnCollectives():
+            constants = {kind: _own_backward(call) for kind, call in kinds.items()}
         places = {place: constants[call.kind] for place, call in self.calls.items()}
         own = {p: constant for p, constant in places.items() if constant is not None}
         known = own.keys() <= self.own.keys()

@@ -17,6 +17,7 @@ from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import rows_listed
 from ..capture.lstm_states import lstm_states_shaped
+from ..capture.own_collectives import OwnCollectives
 from ..capture.scripted import scripts_as_python
 from ..capture.unseen import Unseen
 from ..capture.values_read import capture_failed, reads_values
@@ -64,6 +65,7 @@ class LossModule(nn.Module):
         guards.asked.clear()
         guards.pieces.begin()
         with (
+            OwnCollectives(),
             self.unseen,
             rows_listed(guards.hit, guards.pieces.listed),
             self.functions.reading(),

@@ -18,6 +18,7 @@ from ..capture.choose_rows import ChosenRows
 from ..capture.guards import MARK
 from ..capture.inline_vmap import plain_region, regions
 from ..capture.other_names import usual_op
+from ..capture.own_collectives import collective, is_collective
 from ..capture.user_frames import is_written
 from ..capture.values_read import UNKNOWN, Read, Unknown, refuse_unknown
 from ..errors import CaptureError
@@ -98,6 +99,8 @@ class ExportReader:
         if str(target) == "aten._assert_scalar.default":
             return None
         where = self.where(node)
+        if is_collective(target):
+            return collective(target, args, where.source)
         if (made := self.rows.choose(node, args, where)) is not None:
             return made
         args, kwargs = self.rows.sized(target, args, kwargs, where)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from ..capture.own_collectives import is_collective, name_of, refusal
 from ..capture.read_export import ExportReader
 from ..errors import CaptureError
 from ..graph import SOURCES, Value
@@ -121,6 +122,9 @@ def _module_at(model: nn.Module, path: str) -> nn.Module:
 
 def _no_tensor(node: torch.fx.Node, reader: ExportReader) -> CaptureError:
     users = [str(reader.where(user)) for user in node.users]
+    for user, source in zip(node.users, users, strict=True):
+        if is_collective(user.target):  # it has its group as an object
+            return refusal(name_of(user.target), None, source)
     return CaptureError(
         "the model computes with an object that is no tensor, such as a generator of "
         f"random numbers ('{node.name}')",

@@ -9,11 +9,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+import typing_extensions
 
 JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PASSES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OURS = os.path.dirname(PASSES) + os.sep
+# What torch calls deprecated is called from a wrapper of this file.
+WRAPS = typing_extensions.__file__
 # Methods of tensors that Python has, and what hands calls of them to modes.
 HANDS_ON = (OURS, f"{TORCH}_tensor.py", f"{TORCH}overrides.py")
 # Of what is typed in, by a shell of Python, of IPython, or `python -c`; all else that
@@ -28,7 +31,7 @@ def is_users(file: str) -> bool:
 
 def is_written(file: str) -> bool:
     """Whether code of a file is a user's or this project's own."""
-    return file.startswith(TYPED) or not file.startswith((TORCH, "<"))
+    return file.startswith(TYPED) or not file.startswith((TORCH, WRAPS, "<"))
 
 
 def asked_by_user(*also: str) -> bool:
