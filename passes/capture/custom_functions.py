@@ -40,6 +40,7 @@ SHORT = 24  # extents that dims are shortened to, counted down from here
 CLOSE = 1e-4  # the relative error of a derivative, in float64; some round on the way
 # Of operands and cotangents that are tried: what clips them does so somewhere.
 SPREADS, SCALES = (1.0, 100.0), (1.0, 1e-9, 1e9)
+IGNORED = -100  # what labels of no class are, which a loss may treat otherwise
 
 Place = tuple[int, ...]  # of a call: which one it is, and within which
 SAME_GRADIENT = (
@@ -213,11 +214,22 @@ def _is_derivative(call: Call, run: Callable[..., Any], short: bool) -> bool:
     float64; short: with shortened dims.
 
     Of all signs first; between 0 and 1 where that is no number, as of a logarithm. Then
-    of larger ones, where it is a number of these.
+    of larger ones, where it is a number of these. And with integers that are ignored,
+    where it takes them: labels, which an index may not be.
     """
+    same = _agree(call, run, partial(_draw, call.args, short))
+    if not same or not any(map(_may_be_ignored, call.args)):
+        return same
+    try:
+        return _agree(call, run, partial(_draw, call.args, short, ignored=True))
+    except (IndexError, RuntimeError, ValueError):
+        return True
+
+
+def _agree(call: Call, run: Callable[..., Any], drawn: Callable[..., Any]) -> bool:
     for spread in SPREADS:
         for draw in (torch.randn, torch.rand):
-            args = _draw(call.args, short, draw, spread)
+            args = drawn(draw, spread)
             wanted, gradients = _both_gradients(call, run, args)
             if all(bool(x.isfinite().all()) for x in wanted):
                 break
@@ -270,8 +282,20 @@ def _gradients(
     ]
 
 
-def _draw(args: tuple[Any, ...], short: bool, draw: Any, spread: float) -> list[Any]:
-    """Arguments like those of the call, of drawn numbers."""
+def _may_be_ignored(arg: Any) -> bool:
+    """Whether an argument may have labels of no class among it."""
+    return isinstance(arg, Shape) and arg.dtype in (torch.int32, torch.int64)
+
+
+def _draw(
+    args: tuple[Any, ...],
+    short: bool,
+    draw: Any,
+    spread: float,
+    ignored: bool = False,
+) -> list[Any]:
+    """Arguments like those of the call, of drawn numbers. ignored: a third of integers
+    are labels of no class."""
     shapes = [a for a in args if isinstance(a, Shape)]
     extents = sorted({n for a in shapes for n in a.shape if n > SHORT}, reverse=True)
     to = {n: SHORT - i % 8 for i, n in enumerate(extents)} if short else {}
@@ -290,6 +314,9 @@ def _draw(args: tuple[Any, ...], short: bool, draw: Any, spread: float) -> list[
             dtype = torch.float64 if a.dtype.is_floating_point else torch.complex128
             x = spread * draw(shape, generator=drawn, dtype=dtype)
             drawn_args.append(x.requires_grad_(a.wants_gradient))
+        elif ignored and _may_be_ignored(a):
+            x = torch.randint(3, shape, generator=drawn).to(a.dtype)
+            drawn_args.append(x.masked_fill(x == 2, IGNORED))
         else:
             drawn_args.append(torch.randint(2, shape, generator=drawn).to(a.dtype))
     return drawn_args

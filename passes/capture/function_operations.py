@@ -10,11 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from ..capture.function_calls import Apply, has_setup
 from ..capture.unseen import derivatives_allowed
 
 ONCE = once_differentiable(lambda ctx: None).__code__
+
+# Arithmetic that writes in place -> the same that does not.
+ARITHMETIC = "add sub mul div addcmul addcdiv pow neg exp sigmoid tanh masked_fill"
+WRITES = {getattr(Tensor, f"{n}_"): getattr(Tensor, n) for n in ARITHMETIC.split()}
+WRITES |= {
+    getattr(Tensor, f"__i{n}__"): getattr(Tensor, n) for n in ("add", "sub", "mul")
+}
+WRITES[Tensor.__itruediv__] = Tensor.div
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,8 @@ def with_backward(call: Call, *args: Any) -> tuple[Any, tuple[Any, ...]]:
             torch.zeros_like(y).requires_grad_(flow) if isinstance(y, Tensor) else None
             for y, flow in zip(ys, flows, strict=True)
         ]
-        dxs = _differentiable_backward(call.function)(ctx, *dys)
+        with _WritesLast():
+            dxs = _differentiable_backward(call.function)(ctx, *dys)
         dxs = dxs if isinstance(dxs, tuple) else (dxs,)
         pairs = [
             (dx, x)
@@ -129,6 +139,23 @@ def with_backward(call: Call, *args: Any) -> tuple[Any, tuple[Any, ...]]:
             y = y.detach() if isinstance(y, Tensor) else y
             outs.append(y if z is None else y + (z - z.detach()))
     return tuple(outs) if isinstance(made, tuple) else outs[0], dxs
+
+
+class _WritesLast(TorchFunctionMode):
+    """Computes what is written in place, `x.mul_(y)`, beside x, and copies it there:
+    autograd keeps the former x where a capture does not see it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        new = WRITES.get(func)
+        if new is None:
+            return func(*args, **kwargs)
+        x, *others = args
+        former = x.clone()
+        others = [former if other is x else other for other in others]
+        return x.copy_(new(former, *others, **kwargs))
 
 
 def _depends(dx: Any) -> bool:
