@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.capture.chance import Chance
 from autopar.capture.left_as_found import AsFound, Change, counters
+from autopar.capture.methods_shown import methods_shown
 from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.capture.unusable_tensors import refuse_unusable
 from autopar.passes.capture.find_repeats import find_repeats, layer_kinds
@@ -62,7 +63,7 @@ def capture_model(
         with contextlib.redirect_stderr(io.StringIO()):
             return trace(*call, repeats=repeats)
 
-    with only_new(), unlogged():
+    with methods_shown(model), only_new(), unlogged():
         try:
             repeats = find_repeats(model, partial(run_without_data, *call), put_back)
             with first_changes(model, as_found) as changed:
@@ -95,7 +96,7 @@ def kinds_of_layers(
 
     call = model, batch, loss_fn, precision, (), True
     try:
-        with unlogged():
+        with methods_shown(model), unlogged():
             return layer_kinds(model, path, partial(run_without_data, *call), put_back)
     finally:
         as_found.put_back()

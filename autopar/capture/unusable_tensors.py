@@ -58,7 +58,7 @@ def span(x: Tensor) -> tuple[int, int] | None:
     does not, or has no memory."""
     if x.is_meta or x.numel() == 0 or x.layout != x.new_empty(0).layout:
         return None
-    steps = ((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    steps = ((n - 1) * step for n, step in zip(x.shape, Tensor.stride(x), strict=True))
     elements = 1 + sum(steps)
     if elements != x.numel():
         return None

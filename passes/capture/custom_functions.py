@@ -174,7 +174,8 @@ def _without_writes(cls: Apply) -> Callable[..., Any]:
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
 
         def on_tensors(*tensors: Tensor) -> Any:
-            filled = dict(zip(places, tensors, strict=True))
+            copies = (x.clone() for x in tensors)  # it may write into them, too
+            filled = dict(zip(places, copies, strict=True))
             return run_forward(cls, *(filled.get(i, a) for i, a in enumerate(args)))
 
         with _Copied():

@@ -64,7 +64,9 @@ class _Context(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return self.to_save
+        """Arguments as copies: a backward may write into what forward left there, and
+        autograd lets nobody write into what a gradient is asked for."""
+        return tuple(x.clone() if _is_asked_for(x) else x for x in self.to_save)
 
 
 def run_forward(cls: Apply, *args: Any, **kwargs: Any) -> Any:
@@ -80,10 +82,11 @@ def _run(cls: Apply, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """What forward leaves to backward, and what it returns."""
     ctx: Any = _Context()
     ctx.needs_input_grad = tuple(wants(shape_of(a)) for a in args)
-    if not has_setup(cls):
-        return ctx, cls.forward(ctx, *args, **kwargs)
-    made = cls.forward(*args, **kwargs)
-    cls.setup_context(ctx, args, made)
+    with _CopiedOut():
+        if not has_setup(cls):
+            return ctx, cls.forward(ctx, *args, **kwargs)
+        made = cls.forward(*args, **kwargs)
+        cls.setup_context(ctx, args, made)
     return ctx, made
 
 
@@ -96,13 +99,16 @@ def with_backward(call: Call, *args: Any) -> tuple[Any, tuple[Any, ...]]:
     wanted = tuple(map(wants, call.args))
     # Some backwards ask which arguments had wanted a gradient.
     inner = tuple(
-        a.detach().requires_grad_(want) if isinstance(a, Tensor) else a
+        a.detach().clone().requires_grad_(want) if isinstance(a, Tensor) else a
         for a, want in zip(args, wanted, strict=True)
     )
     with torch.no_grad():
         ctx, made = _run(call.function, *inner)
     if getattr(ctx, "dirty_tensors", ()):
         raise ValueError("its forward writes in place")
+    for a, own, want in zip(args, inner, wanted, strict=True):
+        if isinstance(a, Tensor) and own._version:  # of which autograd is not told
+            a.copy_(a + (own - a).detach() if want else own)
     ctx.needs_input_grad = wanted
     constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
     ys = made if isinstance(made, tuple) else (made,)
@@ -141,6 +147,20 @@ def with_backward(call: Call, *args: Any) -> tuple[Any, tuple[Any, ...]]:
     return tuple(outs) if isinstance(made, tuple) else outs[0], dxs
 
 
+class _CopiedOut(TorchFunctionMode):
+    """Copies what is to be written into `out=`, which autograd derives no other way: a
+    Function's forward runs without it, as operations in its place do not."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        others = dict(kwargs or {})
+        out = others.pop("out", None)
+        if not isinstance(out, Tensor):
+            return func(*args, **(kwargs or {}))
+        return out.copy_(func(*args, **others))
+
+
 class _WritesLast(TorchFunctionMode):
     """Computes what is written in place, `x.mul_(y)`, beside x, and copies it there:
     autograd keeps the former x where a capture does not see it."""
@@ -156,6 +176,10 @@ class _WritesLast(TorchFunctionMode):
         former = x.clone()
         others = [former if other is x else other for other in others]
         return x.copy_(new(former, *others, **kwargs))
+
+
+def _is_asked_for(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_leaf and x.requires_grad
 
 
 def _depends(dx: Any) -> bool:

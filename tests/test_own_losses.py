@@ -1,4 +1,5 @@
-"""A Function whose backward is the derivative of its forward but for ignored labels."""
+"""Losses that are a Function of their own, as those of a split vocabulary: with ignored
+labels, and written over their logits."""
 
 from __future__ import annotations
 
@@ -33,6 +34,24 @@ class LossOfKnown(torch.autograd.Function):
         return dx.mul_(dy[..., None]), None
 
 
+class LossInPlace(torch.autograd.Function):
+    """The same, and leaves probabilities where there were logits."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        logits.sub_(logits.amax(-1, keepdim=True))
+        ignored = labels < 0
+        labels = labels.masked_fill(ignored, 0)
+        own = logits.gather(-1, labels[..., None])[..., 0].masked_fill(ignored, 0.0)
+        torch.exp(logits, out=logits)
+        total = logits.sum(-1)
+        logits.div_(total[..., None])
+        ctx.save_for_backward(logits, ignored, labels)
+        return total.log() - own
+
+    backward = LossOfKnown.backward
+
+
 class Picked(torch.autograd.Function):
     """Takes no labels of no class: they are places."""
 
@@ -55,20 +74,22 @@ class Model(nn.Module):
         self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
 
     def forward(self, ids, labels):
-        return self.function.apply(self.head(self.embed(ids)), labels).mean()
+        logits = self.head(self.embed(ids))
+        loss = self.function.apply(logits, labels).mean()
+        return loss + logits.square().mean()  # of probabilities, where they are left
 
 
 def case(function) -> Case:
     torch.manual_seed(0)
     model = Model(function)
     ids, labels = torch.randint(0, 32, (2, 4, 8))
-    if function is LossOfKnown:
+    if function is not Picked:
         labels[:, ::3] = -100
     return Case(model, {"ids": ids, "labels": labels})
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
-@pytest.mark.parametrize("function", [LossOfKnown, Picked])
+@pytest.mark.parametrize("function", [LossOfKnown, LossInPlace, Picked])
 def test_gradients_are_the_functions_own(mesh, function):
     case(function).verify(mesh)
     case(function).verify(mesh, drawn=True)
@@ -85,5 +106,5 @@ def own_backwards(function) -> int:
 
 
 def test_one_that_differs_for_ignored_labels_is_kept():
-    assert own_backwards(LossOfKnown) == 1
+    assert own_backwards(LossOfKnown) == own_backwards(LossInPlace) == 1
     assert own_backwards(Picked) == 0
