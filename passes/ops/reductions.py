@@ -80,8 +80,9 @@ def normal_sizes(node: Node) -> Node:
 
 
 def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
-    """x [..., v], largest [...] -> [...]."""
-    return (x - largest[..., None]).exp().sum(-1)
+    """x [..., v], largest [...] -> [...]; see `autopar.runtime.kernels`."""
+    shift = largest.masked_fill(largest.isinf(), 0)
+    return (x - shift[..., None]).exp().sum(-1)
 
 
 def d_sum_exp(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:

@@ -218,19 +218,22 @@ def _signed(z: int) -> int:
 
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
-    """Sum over the last dim of exp(x - m): x [..., V], m [...] -> [...].
+    """Sum over the last dim of exp(x - m): x [..., V], m [...] -> [...]; of exp(x),
+    where the largest m is infinite, as of scores that are all masked.
 
     Works on a few rows at a time, so no second [..., V] tensor exists. Computes and
     returns in the wider of the two dtypes.
     """
     total = m.new_empty(m.shape, dtype=torch.promote_types(x.dtype, m.dtype))
-    for row, shift, out in _row_blocks(x, m[..., None], total[..., None]):
+    shifts = finite_or_zero(m)[..., None]
+    for row, shift, out in _row_blocks(x, shifts, total[..., None]):
         torch.sum((row - shift).exp_(), -1, keepdim=True, out=out)
     return total
 
 
 def sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
-    """Gradient of `sum_exp` for x: exp(x - m) * dy, [..., V], in one new buffer."""
+    """Gradient of `sum_exp` for x: exp(x - m) * dy, [..., V], in one new buffer; 0 of
+    what is all masked, whose sum, 0, others divide by."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _sum_exp_backward(x, dy, m, dx)
 
@@ -243,9 +246,16 @@ def sum_exp_backward_(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
 
 
 def _sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor, dx: Tensor) -> Tensor:
-    for row, shift, factor, out in _row_blocks(x, m[..., None], dy[..., None], dx):
+    shifts = finite_or_zero(m)[..., None]
+    factors = dy.masked_fill(m == -torch.inf, 0)[..., None]
+    for row, shift, factor, out in _row_blocks(x, shifts, factors, dx):
         torch.mul((row - shift).exp_(), factor, out=out)
     return dx
+
+
+def finite_or_zero(m: Tensor) -> Tensor:
+    """What is finite as it is, and 0 for what is infinite."""
+    return m.masked_fill(m.isinf(), 0)
 
 
 def _row_blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -26,12 +26,13 @@ def kept(rows: Tensor | None, cols: Tensor | None, p: float) -> Tensor | None:
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     """As `autopar.runtime.kernels.sum_exp`: x [..., V], m [...] -> [...]."""
-    return (x - m[..., None]).exp().sum(-1)
+    return (x - kernels.finite_or_zero(m)[..., None]).exp().sum(-1)
 
 
 def sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
     """As `autopar.runtime.kernels.sum_exp_backward`: gradient for x, in its dtype."""
-    shifted = (x - m[..., None]).exp()
+    shifted = (x - kernels.finite_or_zero(m)[..., None]).exp()
+    dy = dy.masked_fill(m == -torch.inf, 0)
     return torch.mul(shifted, dy[..., None]).to(x.dtype)
 
 
