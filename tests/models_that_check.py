@@ -75,13 +75,26 @@ def raises_without(ids: Tensor, x: Tensor) -> Tensor:
     return x
 
 
+def counts_rows(ids: Tensor, x: Tensor) -> Tensor:
+    odd, even = ids[ids % 2 == 1], ids[ids % 2 == 0]
+    (m,), (n,) = odd.shape, even.shape
+    assert ids.numel() == m + n, f"{ids.numel()} != {m} + {n}"
+    return x
+
+
+def counts_in_a_number(ids: Tensor, x: Tensor) -> Tensor:
+    if (ids >= 0).sum().item() != ids.numel():
+        raise ValueError("some of the ids are negative")
+    return x
+
+
 def both(ids: Tensor, x: Tensor) -> Tensor:
     return asserts_none(ids, raises(ids, asserts_all(ids, x)))
 
 
 CHECKS = (
     *(asserts_none, asserts_all, asserts_number, asserts_equal, tells_values, raises),
-    *(raises_without, both),
+    *(raises_without, counts_rows, counts_in_a_number, both),
 )
 
 
@@ -110,4 +123,13 @@ def falls(ids: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-DECIDES = doubles, reads_within, checks_beside, falls
+def adds_where_equal(ids: Tensor, x: Tensor) -> Tensor:
+    rows = x[ids % 2 == 1]
+    if rows.shape[0]:
+        x = x + rows.mean()
+    if rows.shape[0] == 5:
+        x = x + rows.mean()
+    return x
+
+
+DECIDES = doubles, reads_within, checks_beside, falls, adds_where_equal

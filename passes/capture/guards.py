@@ -29,6 +29,7 @@ from ..capture.numbers_present import (
     Present,
     PresentNumbers,
 )
+from ..capture.row_counts import RowCount, Truth, is_number
 from ..capture.split_by_counts import Pieces
 from ..capture.user_frames import (
     asked_by_user,
@@ -84,6 +85,8 @@ class Guards:
         self.within = False
         self.limits: dict[str, int] = {}
         self.compared: Read | None = None
+        # Where a number that is not known is said to be equal to another one, and read.
+        self.equal: dict[tuple[Any, int], Read] = {}
         self.checks: dict[tuple[Any, int], tuple[bool, str]] = {}
         self._last: tuple[tuple[Any, int], bool] | None = None
         self.asked = Counter[tuple[Any, int]]()
@@ -220,10 +223,26 @@ class Guards:
             raise self.compared.error()
         return self.some and not self.within
 
+    def is_equal(self) -> bool:
+        """What an unknown number is that is compared for equality: a check holds, and
+        no other comparison can be read."""
+        place, read = place_at_work(), read_here("==", rows=False)
+        if place in self.checks:
+            return self.checks[place][0]
+        self.read = self.equal[place] = read
+        self._last = place, self.some
+        return self.some
+
+    def unproved(self) -> CaptureError | None:
+        """What is to be said of a comparison for equality that is no check."""
+        reads = (read for place, read in self.equal.items() if place not in self.checks)
+        return next((read.error() for read in reads), None)
+
     def begin(self) -> None:
         """Forgets what was asked; checks are known."""
         self.reading, self.numbered = Reading.SOME, False
         self.read = self._last = None
+        self.equal.clear()
 
     def others(self) -> Iterator[Reading]:
         """Yields how else a forward is to be read that asked in the first reading."""
@@ -268,7 +287,7 @@ class Guards:
         if isinstance(result, Tensor) and is_unknown(result) and _is_number(result):
             if func in COUNTS and x.dtype == torch.bool and has_shape(x):
                 self.totals[id(result)] = result, x.numel()
-            elif func in EQUAL and any(_is(other, 0) for other in args[1:]):
+            elif func in EQUAL and any(is_number(other, 0) for other in args[1:]):
                 self.negated[id(result)] = result, x != 0
             elif func in NOT and x.dtype == torch.bool:
                 self.negated[id(result)] = result, x
@@ -320,67 +339,3 @@ def _upper_bound(n: Any) -> int:
     node = n.node
     ranges = node.shape_env.var_to_range
     return int(ranges[node.expr].upper) if node.expr in ranges else MANY
-
-
-class Truth(torch.SymBool):
-    """Whether a number that is not known is other than 0."""
-
-    def __init__(self, guards: Guards, x: Tensor, unknown: torch.SymBool) -> None:
-        super().__init__(unknown.node)
-        self.guards, self.x = guards, x
-
-    def __bool__(self) -> bool:
-        return self.guards.answer(self.x)
-
-
-class RowCount(torch.SymInt):
-    """A number of rows that the data choose, or one in a tensor: it may be compared
-    with 0, or be an unknown number. x: the rows, or where the number is."""
-
-    def __init__(
-        self, guards: Guards, x: Tensor, unknown: torch.SymInt, rows: str = ""
-    ) -> None:
-        super().__init__(unknown.node)
-        self.guards, self.x, self.rows = guards, x, rows
-
-    def __bool__(self) -> bool:
-        return self.guards.answer(self.x, self.rows)
-
-    def _is_positive(self) -> bool:
-        alone = bool(self.rows) or self.x.dtype == torch.bool
-        return bool(self) if alone else self.guards.answer(self.x > 0, of=self.x)
-
-    def _is_above(self, limit: Any, usual: Callable[[Any], Any]) -> Any:
-        if _is(limit, 0):
-            return self._is_positive()
-        if self.rows and type(limit) is int and limit > 0:
-            return self.guards.is_above(self.node.expr, limit)
-        return usual(limit)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._is_above(other, super().__gt__)
-
-    def __ge__(self, other: Any) -> Any:
-        least = other - 1 if type(other) is int else other
-        return self._is_above(least, lambda _: super(RowCount, self).__ge__(other))
-
-    def __lt__(self, other: Any) -> Any:
-        least = other - 1 if type(other) is int else other
-        above = self._is_above(least, lambda _: super(RowCount, self).__ge__(other))
-        return not above
-
-    def __le__(self, other: Any) -> Any:
-        return not self._is_above(other, super().__gt__)
-
-    def __eq__(self, other: object) -> Any:
-        return not self if _is(other, 0) else super().__eq__(other)
-
-    def __ne__(self, other: object) -> Any:
-        return bool(self) if _is(other, 0) else super().__ne__(other)
-
-    def __hash__(self) -> int:
-        return super().__hash__()
-
-
-def _is(x: object, number: int) -> bool:
-    return type(x) in (int, float) and x == number

@@ -162,6 +162,8 @@ def _prove_guards(
         if len(guards.checks) == checks:
             if not same:
                 raise error
+            if (unproved := guards.unproved()) is not None:
+                raise unproved
             break
         guards.begin()  # what asked was a check: without it there is less to prove
         traced = _capture(wrapper, tensors, precision)
