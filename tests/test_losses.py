@@ -139,6 +139,13 @@ MEANS: dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor]] = {
         .log_softmax(-1)[range(BATCH * SEQ), b["input_ids"].flatten()]
         .mean()
     ),
+    "of a target of each place": lambda x, b: (
+        -x.log_softmax(-1)[
+            torch.arange(BATCH)[:, None].expand(BATCH, SEQ),
+            torch.arange(SEQ).expand_as(b["input_ids"]),
+            b["input_ids"],
+        ].mean()
+    ),
     "kl by samples": lambda x, b: F.kl_div(
         x.log_softmax(-1), b["real"].softmax(-1), reduction="batchmean"
     ),

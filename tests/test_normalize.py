@@ -170,6 +170,16 @@ def test_an_index_that_leaves_rows_out_stays() -> None:
     assert form[-2:] == ["index", "mul"]
 
 
+def test_counted_places_may_be_repeated_along_the_others() -> None:
+    """As by expand_as(labels), where a loss looks up one class of each place."""
+
+    def body(m: Body, x: Tensor, y: Tensor) -> Tensor:
+        samples, places = (i.expand(4, 6) for i in grid(4, 6))
+        return x[samples, places, y % 8] * 2
+
+    assert "index" not in ops(normal_form(body))
+
+
 def test_what_nobody_reads_is_dropped() -> None:
     def body(m: Body, x: Tensor, y: Tensor) -> Tensor:
         torch.tensor(3.0) * x.exp()

@@ -93,12 +93,16 @@ def spread(rewriter: Rewriter, x: Value, along: int, rest: Sequence[int]) -> Val
 def _counts(
     rewriter: Rewriter, position: Value, extent: int, dim: int, rank: int
 ) -> bool:
-    """Whether an index is 0, 1, 2 ... along one dim of as many as all of them have."""
-    shape = tuple(extent if i == dim else 1 for i in range(rank))
-    if (1,) * (rank - len(position.shape)) + position.shape != shape:
+    """Whether an index is 0, 1, 2 ... along one dim of as many as all of them have, and
+    the same along the others."""
+    if (copies := rewriter.producer(position, "aten.expand")) is not None:
+        position = copies.operands[0]
+    shape = (1,) * (rank - len(position.shape)) + position.shape
+    rows = rewriter.constant(position) if shape[dim] == extent else None
+    if rows is None:
         return False
-    rows = rewriter.constant(position)
-    return rows is not None and torch.equal(rows.flatten(), torch.arange(extent))
+    numbers = torch.arange(extent).view([-1 if i == dim else 1 for i in range(rank)])
+    return torch.equal(rows.reshape(shape), numbers.expand(shape))
 
 
 def _from_the_start(rewriter: Rewriter, index: Value, size: int) -> Value:
