@@ -4,7 +4,7 @@ returns, or compute what it does in eval mode, with the same weights.
 A last batch that is short, or sequences of another length, take a program of their own.
 The same decisions make it, so that parameters are sharded alike. A batch that does not
 divide over the ranks is padded to one that was compiled, if the loss can leave out what
-is more; and so is each once there are as many programs as are kept.
+is more; and so is each once there are as many programs that give the same as are kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from autopar.runtime.execute.gradient_buckets import rest_otherwise
 from autopar.runtime.execute.rehearse import rehearse
 from autopar.unlike_module import ANOTHER_STEP
 
-MOST = 8  # programs of a step
+MOST = 8  # programs of a step that give the same
+LARGEST = (
+    "make rows of one length, as by packing; or compile with the largest batch, "
+    "step.build(**largest): others are padded to it then"
+)
+ONE_LENGTH = "pad rows to one length, and cut the outputs to what the batch had"
 PADDED_BY_USER = f"pad the batch, or {ANOTHER_STEP}"
 LOG = logging.getLogger("autopar")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -84,7 +89,7 @@ class OtherShapes:
         """The executor for batches as this one, if there is one, which gives these
         outputs. evaluating: as the model in eval mode."""
         shapes = shapes_of(batch)
-        target = self._targets.get(_key(shapes), shapes)
+        target = self._targets.get(_key(shapes, outputs, evaluating), shapes)
         return self._executors.get(_key(target, outputs, evaluating))
 
     def evaluates_otherwise(self, like: Executor, batch: Mapping[str, Any]) -> bool:
@@ -134,18 +139,19 @@ class OtherShapes:
         """Compile for batches as this one, which `fits`, or for what it is padded to;
         on all ranks. like: one that computes with the same weights. evaluating: as the
         model in eval mode. Raises: AutoparError, on all ranks."""
-        shapes, known = self._target(like, batch), len(self._executors)
+        asked = _key(shapes_of(batch), outputs, evaluating)
+        shapes = self._target(like, batch, asked)
         key = _key(shapes, outputs, evaluating)
         if (made := self._executors.get(key)) is not None:
             return made
-        if known == MOST:
+        if len(self._alike(key)) >= MOST:
             raise BatchError(
                 f"a batch with {_text(shapes)}, after {MOST} other shapes",
-                fix="make rows of one length, as by packing; or compile with the "
-                "largest batch, step.build(**largest): others are padded to it then",
+                fix=ONE_LENGTH if outputs else LARGEST,
             )
         if like.comm.rank == 0:
-            LOG.info("compiling for %s, the %dth program", _text(shapes), known + 1)
+            known = len(self._executors) + 1
+            LOG.info("compiling for %s, the %dth program", _text(shapes), known)
         zeros = self._zeros(batch, shapes)
         program = on_first_rank(
             lambda: self._compile(like.program, zeros, outputs, evaluating)
@@ -182,27 +188,36 @@ class OtherShapes:
             shapes[name] = (shape[0] // parts, *shape[1:]) if shape else ()
         return pad(batch, shapes, self._fills[_padded_dims(now, wanted)])
 
-    def _target(self, like: Executor, batch: Mapping[str, Any]) -> Shapes:
+    def _alike(self, key: Key) -> list[Shapes]:
+        """The shapes of the programs that give what one of this key does."""
+        return [
+            dict(sizes) for sizes, *gives in self._executors if (*gives,) == key[1:]
+        ]
+
+    def _target(self, like: Executor, batch: Mapping[str, Any], key: Key) -> Shapes:
         """The shapes that this batch is computed with: its own, or what it is padded
         to. Raises: BatchError, where it has to be padded and cannot."""
-        shapes, ranks = shapes_of(batch), DataRank(like.program.plan, 0).size
-        if (known := self._targets.get(_key(shapes))) is not None:
+        if (known := self._targets.get(key)) is not None:
             return known
+        shapes, ranks = dict(key[0]), DataRank(like.program.plan, 0).size
         rows = {(n, 0) for n in fields_of_samples(batch, like.program.inputs)}
         samples = max((shapes[name][0] for name, _ in rows), default=1)
-        full = len(self._executors) >= MOST
+        alike, every = self._alike(key), [dict(sizes) for sizes, *_ in self._executors]
+        full = len(alike) >= MOST
         # A single sample is computed by all ranks alike.
         uneven = samples > 1 and samples % ranks
+        # Of outputs it is known which samples were padded, and nothing else.
+        only_rows = bool(key[1]) or not full
         larger = [
-            dict(kept)
-            for kept, *_ in self._executors
+            sizes
+            for sizes in (alike if full else every)
             if (full or uneven)
-            and all(_covers(size, shapes[name]) for name, size in kept)
-            and (full or _padded_dims(shapes, dict(kept)) <= rows)
+            and all(_covers(size, shapes[name]) for name, size in sizes.items())
+            and (not only_rows or _padded_dims(shapes, sizes) <= rows)
         ]
         if not larger:
             return shapes
-        target = min(larger, key=lambda kept: sum(map(prod, kept.values())))
+        target = min(larger, key=lambda sizes: sum(map(prod, sizes.values())))
         if target != shapes:
             try:
                 self._find_fills(like.program, batch, target)
@@ -212,7 +227,7 @@ class OtherShapes:
                 target = shapes  # some ranks have a sample more than others
         if target != shapes:
             LOG.info("batches with %s become %s", _text(shapes), _text(target))
-        self._targets[_key(shapes)] = target
+        self._targets[key] = target
         return target
 
     def _find_fills(

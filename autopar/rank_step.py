@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.capture.frozen_values import FrozenValues
 from autopar.held_state import HeldState
-from autopar.local_batches import Batch, DataRank, batches
+from autopar.local_batches import Batch, DataRank, batches, fields_of_samples
 from autopar.passes.capture.outside import Outside
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE
@@ -239,7 +239,8 @@ class RankStep(HeldState):
             raise
         training = self.training_state()
         own = {name: batch[name] for name in tensors}
-        part = data.index if local else None
+        samples = fields_of_samples(own, self.program.inputs)
+        part = (data.index, samples) if local else None
         plain = torch.autocast(self.device.type, enabled=False)
         with (
             plain,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Case
 from models import gpt2, plain_gpt, switch_gpt
 from processes import RankFailed, run_ranks
@@ -261,6 +262,46 @@ def load_at_first_on_one_rank() -> None:
     step(local=step.comm.rank == 1, **part)
 
 
+class OverLabels(torch.nn.Module):
+    """Divides by the labels of the global batch, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(16, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+        logits = self.table(ids).flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(
+            logits, labels.flatten(), reduction="sum"
+        )
+        return total / count
+
+
+def step_over_labels(counted_together: bool) -> float:
+    torch.manual_seed(0)
+    ids, model = torch.arange(32).view(8, 4) % 16, OverLabels()
+    labels = ids.roll(1, 1).masked_fill(torch.arange(8)[:, None] > ids, -100)
+    whole = {"ids": ids, "labels": labels, "count": (labels >= 0).sum()}
+    step = autopar.compile(model, "dp=2,tp=2", example_inputs=whole)
+    rows = slice(4 * step.data_rank, 4 * step.data_rank + 4)
+    part = {"ids": ids[rows], "labels": labels[rows]}
+    part["count"] = (part["labels"] >= 0).sum()
+    if counted_together:
+        dist.all_reduce(part["count"])
+        part["count"] //= dist.get_world_size() // step.data_ranks
+    return float(step(local=True, **part)) - float(model(**whole).detach())
+
+
+def count_what_it_loaded() -> None:
+    step_over_labels(counted_together=False)
+
+
+@pytest.mark.slow
+def test_a_count_is_that_of_the_labels_of_all_ranks() -> None:
+    """As the error says that there is of one of each rank's own."""
+    assert run_ranks(step_over_labels, 4, True) == pytest.approx([0.0] * 4, abs=1e-5)
+
+
 def load_the_same() -> list[str]:
     case = gpt2(layers=1)
     step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
@@ -277,6 +318,7 @@ def load_the_same() -> list[str]:
     ("body", "ranks", "says"),
     [
         (load_what_others_do_not, 4, r"rank 1 as on rank 0, which both load part 0"),
+        (count_what_it_loaded, 4, r"'count' is not the same on rank"),
         (load_more, 2, r"is \[4, 16\] on rank 0, but \[5, 16\] on rank 1\n  fix  pass"),
         (load_another_size, 2, "rank . has .* another local="),
         (load_on_one_rank, 2, r"evaluates, but rank 1 has .* another local="),

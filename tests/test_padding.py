@@ -159,6 +159,35 @@ def test_after_the_last_program_batches_are_padded(
         step(**{name: x.repeat(2, 1) for name, x in of.batch.items()})
 
 
+@pytest.mark.slow
+def test_what_evaluates_takes_no_program_from_what_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As text that is generated, one token longer each time."""
+    monkeypatch.setattr(other_shapes, "MOST", 2)
+
+    def loss(logits: Tensor, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {"loss": summed(logits, batch), "logits": logits}
+
+    of = stack(loss).double()
+    step = of.step()
+
+    def logits(rows: int, seq: int) -> None:
+        batch = {name: x[:rows, :seq] for name, x in of.batch.items()}
+        got = step.evaluate(outputs=("logits",), **batch)["logits"]
+        want = of.model(batch["input_ids"]).detach()
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+    for size in ((8, 12), (3, 9), (2, 9)):  # the last one is padded to that before
+        logits(*size)
+    with pytest.raises(BatchError, match=r"\[3, 10\].*after 2 [\s\S]*fix  pad rows to"):
+        logits(3, 10)
+    for rows, seq, taken in ((8, 16, 16), (8, 14, 14), (8, 13, 14)):
+        batch = {name: x[:rows, :seq] for name, x in of.batch.items()}
+        torch.testing.assert_close(step(**batch), step_of(of, batch)[0])
+        assert {shape for shape, _ in step.program.inputs.values()} == {(rows, taken)}
+
+
 # --- several ranks -------------------------------------------------------------------
 
 

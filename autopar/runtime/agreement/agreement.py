@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -72,12 +72,12 @@ class Agreement(RollCall):
         batch: Mapping[str, Tensor],
         updates: Updates,
         training: Mapping[str, Any],
-        part: int | None = None,
+        part: tuple[int, Collection[str]] | None = None,
     ) -> Iterator[None]:
         """The context of an operation with a batch, after updates of the weights.
         training: what a step goes on from. part: which part of the global batch this
-        one is; None: it is the global one. Raises: BatchError, ModelMismatch,
-        RanksDisagree."""
+        one is, and its fields of samples, others are of the global batch; None: all of
+        it is. Raises: BatchError, ModelMismatch, RanksDisagree."""
         if self.comm.mesh.size == 1:
             yield
             return
@@ -92,8 +92,11 @@ class Agreement(RollCall):
             state = {("training", name): value for name, value in training.items()}
             held = digests("batch", batch)
             if part is not None:
+                index, samples = part
                 fields = {name: value for (_, name), value in held.items()}
-                held = {("part", ""): (part, fields)}
+                loaded = {name: fields.pop(name) for name in samples}
+                shared = {("shared", name): value for name, value in fields.items()}
+                held = {("part", ""): (index, loaded), **shared}
             if compares:
                 weights = self._replicas.facts(
                     training["steps"], updates.parameters, first=count == 0
@@ -258,6 +261,14 @@ JUDGES: Mapping[str, Judge] = {
         BatchError,
         "'{name}' is not the same on {others} as on rank 0 of the batch",
         WHOLE_BATCH,
+    ),
+    "shared": Differs(
+        BatchError,
+        "'{name}' is not the same on {others} as on rank 0: it has no samples, of "
+        "which each rank may have loaded its own, and is that of the global batch",
+        "pass the same {name} on all ranks. A count, as of labels, is that of all of "
+        "their samples: dist.all_reduce({name}), and then {name} //= "
+        "dist.get_world_size() // step.data_ranks, for several ranks load the same",
     ),
     "field": Differs(
         BatchError,
