@@ -122,10 +122,11 @@ class RankStep(HeldState):
         with self._begin("step", batch, local) as tensors:
             if self._host is not None:
                 self._host.upload()
+            before = self.skipped
             loss = executor.step(tensors)
             if self._host is not None:
                 self._host.download()
-            self._updates.show()
+            self._updates.show(overflowed=self.skipped > before)
         self._trained = True
         return loss.as_subclass(StepLoss)
 

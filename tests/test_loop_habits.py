@@ -132,6 +132,20 @@ def perturbed(m: Any, compute: Compute) -> list[Tensor]:
     return losses
 
 
+def gradients_in_other_memory(m: Any, compute: Compute) -> list[Tensor]:
+    """As older loops write into them and zero them."""
+    optimizer, losses = SGD(m.parameters(), lr=0.1, momentum=0.9), []
+    for i in range(STEPS):
+        losses.append(compute(i))
+        for p in m.parameters():
+            p.grad.data = p.grad.data * 0.5
+        optimizer.step()
+        for p in m.parameters():
+            p.grad.detach_()
+            p.grad.data.zero_()
+    return losses
+
+
 def without_an_optimizer(m: Any, compute: Compute) -> list[Tensor]:
     losses = []
     for i in range(STEPS):
@@ -244,7 +258,7 @@ HABITS: Mapping[str, Habit] = {
         for habit in (
             *(by_name, a_group_added, accumulated, averaged_by_hand, decayed_by_hand),
             *(resumed, slow_weights, perturbed, without_an_optimizer, seeded),
-            *(rates_by_name, one_part),
+            *(rates_by_name, one_part, gradients_in_other_memory),
             *(averages_in_their_place, frozen_for_a_while, one_without_gradients),
             under_anomaly_detection,
         )

@@ -139,3 +139,38 @@ def test_an_optimizer_on_the_cpu_sees_no_gradients_of_an_overflow():
         step(**case.batch)
     assert step.skipped < 16
     assert all(p.grad is not None for p in step.parameters())
+
+
+class Decaying(torch.optim.Optimizer):
+    """Takes None for zeros, as some forms of Muon do, and counts its updates."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["params"][0].device.type == "cpu"
+            group["updates"] += 1
+            for p in group["params"]:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.mul_(0.9).sub_(grad)
+
+
+@pytest.mark.slow
+def test_an_update_after_an_overflow_changes_nothing() -> None:
+    """As `GradScaler` leaves it out."""
+    case = steep(2.0**6)
+    step = case.step(precision="fp16")
+    optimizer = Decaying(step.parameters(), {"updates": 0})
+    [group] = optimizer.param_groups
+    held, done = [*group["params"]], 0
+    for _ in range(12):
+        before = [p.detach().clone() for p in held]
+        skipped = step.skipped
+        step(**case.batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        done += step.skipped == skipped
+        assert group["updates"] == done
+        assert [*group["params"]] == held
+        same = [torch.equal(p, q) for p, q in zip(held, before, strict=True)]
+        assert all(same) is (step.skipped > skipped)
+    assert 0 < done < 12

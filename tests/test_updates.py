@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -271,6 +272,29 @@ def test_habits_give_what_they_give_on_one_device(
             torch.testing.assert_close(
                 found[name], value, rtol=2e-3, atol=2e-4, msg=name
             )
+
+
+def updates(program: Program, compiles: bool) -> list[float]:
+    step, losses = made(program), []
+    optimizer = torch.optim.AdamW(step.parameters(), lr=1e-2)
+    update = optimizer.step
+    if compiles:
+        update = torch.compile(update, backend="aot_eager")
+    for i in range(3):
+        losses.append(step(**batch_of(i)).item())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of its own compiler
+            update()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.slow
+def test_an_update_may_be_compiled() -> None:
+    """Where gradients are of parts, of which torch's compiler knows nothing."""
+    program = small_program("tp=2", 1)
+    plain, compiled = (run_ranks(updates, 2, program, c)[0] for c in (False, True))
+    assert compiled == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.slow

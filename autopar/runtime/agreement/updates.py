@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -24,7 +24,7 @@ from autopar.passes.program import Program
 from autopar.runtime.agreement.moved_parts import watch_collectives
 from autopar.runtime.agreement.roll_call import Facts
 from autopar.runtime.parameters.by_element import Reach, Undecided, exchanges, reach_of
-from autopar.runtime.parameters.shard_gradient import ShardGradient
+from autopar.runtime.parameters.shard_gradient import ShardGradient, as_part, no_view
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 
 # In a group of an optimizer's state dict: of which part of the parameters it is.
@@ -77,11 +77,6 @@ class Updates:
         self.whole: WeakKeyDictionary[Optimizer, WholeUpdates] = WeakKeyDictionary()
         self._names = {id(p): name for name, p in parameters.items()}
         self._plain = dict(grads)
-        # By name, a view of the gradient that knows that it is a part.
-        self._shown = {
-            name: g.as_subclass(ShardGradient) if self.partial else g
-            for name, g in grads.items()
-        }
         self._originals = {id(p): (ref(p), name) for name, p in originals.items()}
         # How many parameters each group of an optimizer had when it was looked at.
         self._known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
@@ -92,12 +87,18 @@ class Updates:
         self._used: list[tuple[Tensor, Tensor, int]] = []
         # During an update: a parameter, its plain gradient, and the one that is shown.
         self._aside: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._overflowed = False
+        # During an update that is left out: a group, and what was in it.
+        self._left_out: list[tuple[dict[str, Any], dict[str, Any]]] = []
         here = ref(self)
 
+        # What `torch.compile` compiles of an optimizer is its own update.
+        @torch.compiler.disable
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (updates := here()) is not None:
                 updates.before(optimizer)
 
+        @torch.compiler.disable
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (updates := here()) is not None:
                 updates.after()
@@ -118,15 +119,18 @@ class Updates:
         """See `moved_parts`."""
         return self._plain.values() if self._several else ()
 
-    def show(self) -> None:
-        """After a step: the gradients that users see."""
-        for name, shown in self._shown.items() if self.partial else ():
+    def show(self, overflowed: bool = False) -> None:
+        """After a step: the gradients that users see, in tensors of their own, as they
+        may be given other memory (`p.grad.data = x`). overflowed: there are none."""
+        self._overflowed = overflowed
+        for name, plain in self._plain.items():
             p = self.parameters[name]
-            if p.grad is self._plain[name]:
-                p.grad = shown
+            if p.grad is plain:
+                p.grad = as_part(plain) if self.partial else no_view(plain)
 
     def before(self, optimizer: Optimizer) -> None:
         """Before an update. Raises: OptimizerError."""
+        self.after()  # what an update that failed has left
         groups = [group["params"] for group in optimizer.param_groups]
         held = tuple(map(len, groups))
         params = [p for group in groups for p in group]
@@ -152,12 +156,27 @@ class Updates:
             if name is None or type(p.grad) is not ShardGradient:
                 continue
             shown = p.grad
-            own = shown is self._shown[name]  # or set by the user
-            p.grad = self._plain[name] if own else shown.as_subclass(Tensor)
+            p.grad = no_view(shown.as_subclass(Tensor))
             self._aside.append((p, p.grad, shown))
+        if self._overflowed:
+            self._leave_out(optimizer)
+
+    def _leave_out(self, optimizer: Optimizer) -> None:
+        """Where gradients overflowed, as `GradScaler` calls no update: some optimizers
+        take None for zeros, and decay and move weights, and some fail with it."""
+        for group in optimizer.param_groups:
+            params = group["params"]
+            mine = (id(p) in self._names and p.grad is None for p in params)
+            if params and all(mine):
+                self._left_out.append((group, dict(group)))
+                group["params"] = LeftOut(params)
 
     def after(self) -> None:
         """After an update: gradients are shown as before."""
+        for group, options in self._left_out:
+            group.clear()
+            group.update(options)  # numbers of updates that it counts too
+        self._left_out.clear()
         for p, plain, shown in self._aside:
             if p.grad is plain:
                 p.grad = shown
@@ -167,7 +186,10 @@ class Updates:
         """Before a step: whether an optimizer has used gradients since the last one,
         and nobody zeroed them. Tells so once for an update."""
         used, self._used = self._used, []
-        return any(p.grad is g and g._version == version for p, g, version in used)
+        return any(
+            p.grad is g and g._version == version and bool(g.as_subclass(Tensor).any())
+            for p, g, version in used
+        )
 
     # --- what is refused -----------------------------------------------------------
 
@@ -287,6 +309,17 @@ class Updates:
         )
         groups["trained", ""] = digest_of_text(str(trained))
         return {("optimizers", ""): made if trained else None}, groups
+
+
+class LeftOut(list[Tensor]):
+    """The parameters of a group in an update that is left out: a loop over them finds
+    none, and the first tells its device to those that ask it for that."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 # All that watch updates.

@@ -67,6 +67,9 @@ class ShardGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.detach_ and not args[0].requires_grad:
+            own: Tensor = args[0]  # nothing to do, but torch refuses it of a view
+            return own
         with torch._C.DisableTorchFunctionSubclass():
             refused = func in NORMS or func in TAKES
             result = None if refused else func(*args, **kwargs)
@@ -95,6 +98,17 @@ class ShardGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor is saved."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def as_part(x: Tensor) -> Tensor:
+    """The same memory as a gradient that knows that it is a part."""
+    return x.as_subclass(ShardGradient)
+
+
+def no_view(x: Tensor) -> Tensor:
+    """The same memory in a tensor that is no view: what loops do to gradients that
+    autograd made, as `p.grad.detach_()`, torch refuses of views."""
+    return x.new_empty(0).set_(x)
 
 
 def _tensors(x: object, of: type[Tensor]) -> Iterator[Tensor]:
