@@ -283,7 +283,10 @@ WRONG = {
     r"int64\[8\], but the step was compiled": lambda b: {
         k: v[:, 0] for k, v in b.items()
     },
-    "int32": lambda b: {**b, "ids": b["ids"].int()},
+    r"int32[\s\S]*fix  pass ids\.to\(torch\.int64\)": lambda b: {
+        **b,
+        "ids": b["ids"].int(),
+    },
     "compiled without 'mask'": lambda b: {**b, "mask": torch.ones(8)},
 }
 

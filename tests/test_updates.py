@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from processes import run_ranks
 from test_agreement import batch_of, made
 from test_by_element import Locked
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import autopar
 from autopar.passes.errors import AutoparError
@@ -313,11 +315,31 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
         optimizer.step()
 
 
+def test_an_average_of_what_nobody_trains_is_refused() -> None:
+    model = plain_model()
+    plain, averaged = copy.deepcopy(model), AveragedModel(model)
+    step = autopar.compile(model, "", example_inputs=batch_of(0))
+    averaged.update_parameters(model)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    step(**batch_of(0))
+    optimizer.step()
+    with pytest.raises(AutoparError, match=r"has trained its '[\s\S]*plain\."):
+        averaged.update_parameters(model)
+    for trained in (plain, model):
+        trained.load_state_dict(step.state_dict())
+        averaged.update_parameters(trained)
+    assert averaged.n_averaged == 3
+
+
 @pytest.mark.slow
 def test_what_was_frozen_when_compiled_cannot_be_unfrozen() -> None:
     model = plain_model()
     model.get_parameter("norm.weight").requires_grad_(False)
     step = autopar.compile(model, "", example_inputs=batch_of(0))
+    model.get_parameter("norm.weight").requires_grad_(True)
+    with pytest.raises(AutoparError, match="until it shall be trained"):
+        step(**batch_of(0))
+    model.get_parameter("norm.weight").requires_grad_(False)
     dict(step.named_parameters())["norm.weight"].requires_grad_(True)
     with pytest.raises(AutoparError, match="requires gradients now"):
         step(**batch_of(0))

@@ -123,6 +123,33 @@ def test_numbers_of_a_batch_that_are_not_in_a_tensor_are_refused() -> None:
     told = "'options' is a dict with tensors in it\n  fix  pass each of them as a field"
     with pytest.raises(BatchError, match=told):
         autopar.compile(Weighted(), "")(x=x, options={"times": torch.tensor(2.0)})
+
+
+class InOne(nn.Module):
+    """As the error says that it is done where forward takes fields in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Weighted()
+
+    def forward(self, x: torch.Tensor, **fields: torch.Tensor) -> torch.Tensor:
+        return self.model(x, options=fields)
+
+
+def test_a_module_around_a_model_gives_it_fields_in_one() -> None:
+    step = autopar.compile(InOne(), "")
+    assert step(x=torch.ones(2, 3), times=torch.tensor(2.0)).item() == 12.0
+
+
+@pytest.mark.slow
+def test_texts_of_samples_are_left_out_of_the_batch() -> None:
+    x = torch.ones(2, 3)
+    step = autopar.compile(Weighted(), "")
+    options = {"times": 2}
+    step(x=x, options=options)
+    told = r"'options' is \['a', 'b'\], but [\s\S]*fix  leave 'options' out where"
+    with pytest.raises(BatchError, match=told):
+        step(x=x, options=["a", "b"])
     told = r"'options' is a ndarray\n  fix  pass it as a tensor: options=torch.as_tens"
     with pytest.raises(BatchError, match=told):
         autopar.compile(Weighted(), "")(x=x, options=x.numpy())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cache, wraps
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,9 @@ from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import Program
 from autopar.runtime.agreement.moved_parts import watch_collectives
 from autopar.runtime.agreement.roll_call import Facts
+from autopar.runtime.agreement.watched_functions import watch_functions
 from autopar.runtime.parameters.by_element import Reach, Undecided, exchanges, reach_of
+from autopar.runtime.parameters.changed import Known
 from autopar.runtime.parameters.shard_gradient import ShardGradient, as_part, no_view
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 
@@ -77,7 +78,7 @@ class Updates:
         self.whole: WeakKeyDictionary[Optimizer, WholeUpdates] = WeakKeyDictionary()
         self._names = {id(p): name for name, p in parameters.items()}
         self._plain = dict(grads)
-        self._originals = {id(p): (ref(p), name) for name, p in originals.items()}
+        self._originals = {id(p): (Known.of(p), name) for name, p in originals.items()}
         # How many parameters each group of an optimizer had when it was looked at.
         self._known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
         # Of the updates since the last step.
@@ -105,9 +106,8 @@ class Updates:
 
         finalize(self, register_optimizer_step_pre_hook(before).remove)
         finalize(self, register_optimizer_step_post_hook(after).remove)
-        _watch_clipping()
+        watch_functions(self)
         watch_collectives(self)
-        WATCHING.add(self)
 
     @property
     def cut_parameters(self) -> Collection[Tensor]:
@@ -199,13 +199,26 @@ class Updates:
         if any(grad.any() for grad in grads):
             return
         for p in params:
-            original, name = self._originals.get(id(p), (None, ""))
-            if original is not None and original() is p:
+            known, name = self._originals.get(id(p), (None, ""))
+            if known is not None and known.tensor() is p:
                 raise OptimizerError(
                     f"{whose} the model's '{name}', of which the step has a copy: "
                     "it would change nothing",
                     fix=fix,
                 )
+
+    def check_averaged(self, params: list[Tensor]) -> None:
+        """Whether they are the model's parameters, as they were before the updates."""
+        known = ((p, *self._originals.get(id(p), (None, ""))) for p in params)
+        held = [(p, was, name) for p, was, name in known if was and was.tensor() is p]
+        if self._known and held and all(k.has_values_of(p) for p, k, _ in held):
+            raise OptimizerError(
+                "AveragedModel.update_parameters was given the model, of which a step "
+                f"has a copy: nobody has trained its '{held[0][2]}' and the others",
+                fix="ema = step.start_ema(0.999), and ema.update() after each update; "
+                "or average another copy of the model, which is given what is trained "
+                "before: plain.load_state_dict(step.state_dict())",
+            )
 
     def _check_state(self, optimizer: Optimizer) -> None:
         """Whether it is of this rank's parts: what `optimizer.state_dict()` gives says
@@ -320,38 +333,6 @@ class LeftOut(list[Tensor]):
 
     def __len__(self) -> int:
         return 0
-
-
-# All that watch updates.
-WATCHING: WeakSet[Updates] = WeakSet()
-
-
-@cache
-def _watch_clipping() -> None:
-    """From now on, in this process, refuse to clip gradients of a model that a step was
-    compiled of: it has none, and torch's functions would find nothing to clip. There is
-    no hook for it, so that others are put in their places."""
-    for name, fix in (
-        ("clip_grad_norm_", "step.clip_grad_norm_(max_norm)"),
-        ("clip_grad_value_", "clip_grad_value_(step.parameters(), value)"),
-    ):
-        watched = _watched(getattr(torch.nn.utils, name), fix)
-        setattr(torch.nn.utils, name, watched)
-        setattr(torch.nn.utils.clip_grad, name, watched)
-
-
-def _watched(clip: Callable[..., Any], fix: str) -> Callable[..., Any]:
-    @wraps(clip)
-    def checked(
-        parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
-    ) -> Any:
-        one = isinstance(parameters, Tensor)
-        params = [parameters] if one else [*parameters]
-        for updates in [*WATCHING]:
-            updates.check_originals(f"{clip.__name__} was given", params, fix)
-        return clip(params, *args, **kwargs)
-
-    return checked
 
 
 def _note_part(part: str) -> Callable[[Optimizer, dict[str, Any]], None]:

@@ -149,7 +149,9 @@ def fixed_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
                 f"'{name}' is a {kind}" + ("" if is_array else " with tensors in it"),
                 fix=f"pass it as a tensor: {name}=torch.as_tensor({name})"
                 if is_array
-                else "pass each of them as a field of its own",
+                else "pass each of them as a field of its own; where forward takes "
+                f"them in one, compile a module around the model, with `def forward("
+                f"self, **fields): return self.model({name}=fields)`",
             )
     copied = (dict, list, tuple, set)
     return {k: deepcopy(v) if isinstance(v, copied) else v for k, v in fixed.items()}
@@ -197,7 +199,9 @@ def checked_batch(
             raise BatchError(
                 f"'{name}' is {told}{list(x.shape)}, but the step was compiled "
                 f"for {dtype}{list(shape)}",
-                fix=f"pad the batch to that shape, or {ANOTHER_STEP}",
+                fix=f"pad the batch to that shape, or {ANOTHER_STEP}"
+                if tuple(x.shape) != shape
+                else f"pass {name}.to(torch.{dtype}), or {ANOTHER_STEP}",
             )
     for name in batch:
         if name in tensors and name in program.inputs:
@@ -211,16 +215,18 @@ def checked_batch(
             raise BatchError(
                 f"'{name}' is {batch[name]!r}, but the step was compiled for "
                 f"{fixed[name]!r}",
-                fix=_for_another(batch[name]),
+                fix=_for_another(name, batch[name]),
             )
     return tensors
 
 
-def _for_another(value: Any) -> str:
+def _for_another(name: str, value: Any) -> str:
     """How a step takes a value that is not the one that it was compiled for."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (
             "pass a number that changes as a tensor, from the first step on: "
             f"torch.tensor({value!r}); or {ANOTHER_STEP}"
         )
+    if isinstance(value, list | tuple):
+        return f"leave '{name}' out where forward does not need it; or {ANOTHER_STEP}"
     return ANOTHER_STEP

@@ -57,7 +57,8 @@ def check_trained(program: Program, parameters: Mapping[str, nn.Parameter]) -> N
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ParameterError(
                 f"'{name}' has a hook on its gradient, and a step calls none",
-                fix="change p.grad after the step: it is complete then",
+                fix="remove it, and do after the step what it does, as p.grad *= 0.5 "
+                "or optimizer.step(): p.grad is complete then",
             )
         if p.requires_grad and not program.parameters[name].trainable:
             raise ParameterError(
@@ -139,8 +140,7 @@ class Originals:
                 raise ParameterError(
                     f"requires_grad of the model's '{source}' was changed after it was "
                     "compiled, and the step has a copy of its own",
-                    fix=f"call requires_grad_({x.requires_grad}) before autopar.compile"
-                    ", or of the step's: dict(step.named_parameters())",
+                    fix=_freeze(x.requires_grad, trainable=spec.trainable),
                 )
             if x is None or not self._is_same(x, known, spec, copy):
                 raise ParameterError(
@@ -162,6 +162,19 @@ class Originals:
             return False
         own = take_shard(x.detach(), spec, self._program.mesh, self._coords)
         return torch.equal(own.to(copy.device), copy)
+
+
+def _freeze(trains: bool, trainable: bool) -> str:
+    """trains: what was wanted. trainable: whether it can be so in the step."""
+    if trains and not trainable:
+        return (
+            "call requires_grad_(True) before autopar.compile, and until it shall be "
+            "trained requires_grad_(False) of the step's: dict(step.named_parameters())"
+        )
+    return (
+        f"call requires_grad_({trains}) before autopar.compile, or of the step's: "
+        "dict(step.named_parameters())"
+    )
 
 
 def _load(source: str, is_buffer: bool, trained: bool) -> str:

@@ -1,0 +1,66 @@
+"""Functions of torch that are given a model of which a step has a copy: it has nothing
+to clip, and weights that nobody trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+
+class Watcher(Protocol):
+    """Knows the parameters that a step has copies of, and refuses what is no use."""
+
+    def check_originals(self, whose: str, params: list[Tensor], fix: str) -> None: ...
+
+    def check_averaged(self, params: list[Tensor]) -> None: ...
+
+
+WATCHING: WeakSet[Any] = WeakSet()
+
+
+def watch_functions(watcher: Watcher) -> None:
+    """From now on, in this process, tell a watcher of what these functions are given,
+    for as long as it lives."""
+    _put_in_place()
+    WATCHING.add(watcher)
+
+
+@cache
+def _put_in_place() -> None:
+    """There is no hook for them, so that others are put in their places."""
+    for name, fix in (
+        ("clip_grad_norm_", "step.clip_grad_norm_(max_norm)"),
+        ("clip_grad_value_", "clip_grad_value_(step.parameters(), value)"),
+    ):
+        watched = _watched(getattr(torch.nn.utils, name), fix)
+        setattr(torch.nn.utils, name, watched)
+        setattr(torch.nn.utils.clip_grad, name, watched)
+    update = AveragedModel.update_parameters
+
+    @wraps(update)
+    def checked(self: AveragedModel, model: nn.Module) -> None:
+        for watcher in [*WATCHING]:
+            watcher.check_averaged([*model.parameters()])
+        update(self, model)
+
+    setattr(AveragedModel, update.__name__, checked)
+
+
+def _watched(clip: Callable[..., Any], fix: str) -> Callable[..., Any]:
+    @wraps(clip)
+    def checked(
+        parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        one = isinstance(parameters, Tensor)
+        params = [parameters] if one else [*parameters]
+        for watcher in [*WATCHING]:
+            watcher.check_originals(f"{clip.__name__} was given", params, fix)
+        return clip(params, *args, **kwargs)
+
+    return checked
