@@ -16,8 +16,6 @@ from autopar.passes.search.candidates import ALIKE
 from autopar.planner.planner import capture_short
 from examples.benchmarks import published_choices as choices
 from examples.benchmarks import published_formulas as formulas
-from examples.benchmarks import published_memory as memory
-from examples.benchmarks import published_others as others
 from examples.benchmarks import published_runs as megatron
 from examples.benchmarks import published_sweep as sweep
 from examples.benchmarks import published_zero as zero
@@ -66,7 +64,7 @@ def test_zero_needs_what_every_published_row_says() -> None:
 @pytest.mark.slow
 def test_the_table_of_hardware_predicts_steps() -> None:
     """With nothing fitted to these runs, in the benchmark's own sum of parts."""
-    runs = megatron.megatron_runs()
+    runs = megatron.runs("sc21_table1")
     errors = [abs(run.by_the_table() / run.seconds - 1) for run in runs]
     assert len(errors) == 10
     assert median(errors) < 0.04 and max(errors) < 0.08, errors
@@ -107,15 +105,16 @@ def test_runs_that_were_looked_up_later_fit_as_they_did() -> None:
 @pytest.mark.slow
 def test_steps_and_peaks_of_pipelines_are_as_published() -> None:
     """With nothing fitted to them, as `autopar plan` prices."""
+    runs = list(choices.as_planned("zero_bubble"))
+    assert len(runs) == 18
     seconds = {
-        (row["model"], str(e.candidate)): e.seconds / memory.published_seconds(row) - 1
-        for row, e in memory.pipeline_runs()
+        (run.row["model"], str(run.estimate.candidate)): run.error for run in runs
     }
-    assert len(memory.pipeline_runs()) == 18
     assert max(map(abs, seconds.values())) < 0.07, seconds
     assert median(map(abs, seconds.values())) < 0.03, seconds
     peaks = [
-        e.peak / 1e9 / float(row["memory_gb"]) - 1 for row, e in memory.memory_runs()
+        run.estimate.peak / 1e9 / float(run.row["memory_gb"]) - 1
+        for run in choices.filled(runs)
     ]
     assert len(peaks) == 6
     assert max(map(abs, peaks)) < 0.1, peaks
@@ -128,25 +127,22 @@ def test_steps_are_predicted_from_those_of_small_models() -> None:
     constants = megatron.fitted()
     larger = {
         run.name: run.predict(constants) / run.seconds - 1
-        for run in megatron.megatron_runs()
+        for run in megatron.runs("sc21_table1")
     }
     assert len(larger) == 10
     assert max(map(abs, larger.values())) < 0.08, larger
     papers = {
-        str(other.run.candidate): other.run.predict(constants) / other.run.seconds - 1
-        for other in others.other_runs()
+        str(run.candidate): run.predict(constants) / run.seconds - 1
+        for run in megatron.runs("others")
     }
     assert len(papers) == 12
     assert max(map(abs, papers.values())) < 0.15, papers
-    tables = [
-        other.run.by_the_table() / other.run.seconds - 1
-        for other in others.other_runs()
-    ]
+    tables = [run.by_the_table() / run.seconds - 1 for run in megatron.runs("others")]
     assert max(map(abs, tables)) < 0.15, tables
     assert median(map(abs, tables)) < 0.08, tables
     later = [
-        other.run.predict(constants) / other.run.seconds - 1
-        for other in others.other_runs("held_out", "2402.15627")
+        run.predict(constants) / run.seconds - 1
+        for run in megatron.runs("held_out", "2402.15627")
     ]
     assert len(later) == 8
     assert max(map(abs, later)) < 0.085, later

@@ -130,9 +130,11 @@ def make(config: Config | LlamaConfig) -> GPT | Llama:
     return GPT(config) if isinstance(config, Config) else Llama(config)
 
 
-def batch_of(config: Config | LlamaConfig, samples: int) -> dict[str, Tensor]:
+def batch_of(
+    config: Config | LlamaConfig, samples: int, seed: int = 0
+) -> dict[str, Tensor]:
     """Random tokens, and as labels those after them: int64 [samples, context]."""
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator().manual_seed(seed)
     size = (samples, config.context + 1)
     text = torch.randint(config.vocab, size, generator=chance)
     return {"ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
+from examples.benchmarks.gpu_models import batch_of
 from examples.benchmarks.live_bytes import peak_allocated
 from examples.benchmarks.peer_models import Stage, split_qkv, tensor_parallel
 from examples.gpt import GPT, Config
@@ -302,10 +303,8 @@ ROWS = {
 
 def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
     """One of four batches in turn, so that the loss falls as the model learns them."""
-    chance = torch.Generator().manual_seed(step % 4)
-    size = (BATCH, config.context + 1)
-    text = torch.randint(config.vocab, size, generator=chance)
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    drawn = batch_of(config, BATCH, seed=step % 4)
+    return drawn["ids"], drawn["labels"]
 
 
 def build(name: str, config: Config, folder: Path) -> Step:

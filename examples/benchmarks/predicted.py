@@ -60,6 +60,7 @@ from examples.benchmarks.predicted_plans import (  # noqa: E402
 )
 from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
 from examples.benchmarks.processes import run  # noqa: E402
+from examples.benchmarks.published_fit import rank_correlation  # noqa: E402
 
 RANKS = (2, 4)
 TIMEOUT = 900.0  # seconds of all ranks of a number
@@ -291,19 +292,6 @@ def choosing(rows: Sequence[Row]) -> str:
         f"the planner's pick is {behind:.1%} slower than the best measured, "
         f"{best.planned.name}; rank correlation {order:.2f}"
     )
-
-
-def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Spearman's, of values without ties."""
-    n = len(xs)
-    if n < 2:
-        return 1.0
-    places = [sorted(values) for values in (xs, ys)]
-    square = sum(
-        (places[0].index(x) - places[1].index(y)) ** 2
-        for x, y in zip(xs, ys, strict=True)
-    )
-    return 1 - 6 * square / (n * (n * n - 1))
 
 
 def main() -> None:

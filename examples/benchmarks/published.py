@@ -20,15 +20,11 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
-from autopar.passes.price.estimate import Estimate  # noqa: E402
 from examples.benchmarks import published_choices as choices  # noqa: E402
 from examples.benchmarks import published_formulas as formulas  # noqa: E402
-from examples.benchmarks import published_memory as memory  # noqa: E402
-from examples.benchmarks import published_others as others  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402
 from examples.benchmarks import published_sweep as sweep  # noqa: E402
 from examples.benchmarks import published_zero as zero  # noqa: E402
-from examples.benchmarks.published_models import Row  # noqa: E402
 from examples.benchmarks.published_picks import picked  # noqa: E402
 
 
@@ -79,8 +75,7 @@ def show_runs() -> None:
             }
         )
     show("Milliseconds forward and backward (arXiv 2205.05198, table 4)", lines)
-    runs = megatron.megatron_runs()
-    lines = [step_line(run, constants) for run in runs]
+    lines = [step_line(run, constants) for run in megatron.runs("sc21_table1")]
     planned = list(choices.as_planned("sc21_table1"))
     for line, run in zip(lines, planned, strict=True):
         line["autopar plan"] = f"{run.error:+.1%}"
@@ -109,24 +104,21 @@ def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, obj
 
 
 def show_pipelines() -> None:
-    def line(run: tuple[Row, Estimate], got: float, known: float) -> dict[str, object]:
-        row, estimate = run
+    def line(run: choices.Planned, got: float, known: float) -> dict[str, object]:
         return {
-            "model": row["model"],
-            "plan": str(estimate.candidate),
+            "model": run.row["model"],
+            "plan": str(run.estimate.candidate),
             "found": f"{got:.3g}",
             "published": f"{known:.3g}",
             "error": f"{got / known - 1:+.1%}",
         }
 
-    seconds = [
-        line(run, run[1].seconds, memory.published_seconds(run[0]))
-        for run in memory.pipeline_runs()
-    ]
+    runs = list(choices.as_planned("zero_bubble"))
+    seconds = [line(run, run.estimate.seconds, run.published) for run in runs]
     show("Seconds of a step, by the table (arXiv 2401.10241, table 4)", seconds)
     gigabytes = [
-        line(run, run[1].peak / 1e9, float(run[0]["memory_gb"]))
-        for run in memory.memory_runs()
+        line(run, run.estimate.peak / 1e9, float(run.row["memory_gb"]))
+        for run in choices.filled(runs)
     ]
     show("GB at the peak of the rank with most (the same)", gigabytes)
 
@@ -135,12 +127,11 @@ def show_others(table: str) -> None:
     constants = megatron.fitted()
     lines: list[dict[str, object]] = []
     off: dict[tuple[str, str], list[float]] = {}
-    for other in others.other_runs(table):
-        run, device = other.run, other.run.cluster.device.name
-        line = step_line(run, constants)
-        lines.append({"source": other.source, "device": device, **line})
+    for run in megatron.runs(table):
+        device, line = run.cluster.device.name, step_line(run, constants)
+        lines.append({"source": run.source, "device": device, **line})
         error = run.predict(constants) / run.seconds - 1
-        off.setdefault((other.source, device), []).append(error)
+        off.setdefault((run.source, device), []).append(error)
     show(f"Seconds of an iteration, of {table}, with the same constants", lines)
     errors = [
         {

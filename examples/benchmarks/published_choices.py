@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autopar.machine.hardware import cluster_of
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
@@ -15,19 +14,22 @@ from autopar.passes.price.price_layers import Prices
 from autopar.passes.search.recompute_whole import with_whole_layers
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import ShortModel, find_plans, make_prices
-from examples.benchmarks import published_memory as pipelines
-from examples.benchmarks.published_models import Row, gpt, read
-from examples.benchmarks.published_others import candidate_of
+from examples.benchmarks.published_models import Row, gpt
+from examples.benchmarks.published_rows import (
+    candidate_of,
+    on_network,
+    rows_of_runs,
+    sizes_of,
+)
 
-SIZES = ("hidden", "heads", "layers", "vocab", "seq")
 TABLES = ("sc21_table1", "others", "held_out", "zero_bubble")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model that ran on devices, with batches of so many samples. sizes: its, by
-    `SIZES`. attention: see `published_models.gpt`. network: bytes a second that each
-    device sends out of its node."""
+    """A model that ran on devices, with batches of so many samples. sizes: see
+    `published_rows.sizes_of`. attention: see `published_models.gpt`. network: GB a
+    second that each device sends out of its node."""
 
     name: str
     sizes: tuple[int, ...]
@@ -38,10 +40,7 @@ class Task:
 
     @property
     def cluster(self) -> Cluster:
-        cluster = cluster_of(self.devices)
-        inside, *outside = cluster.levels
-        levels = [replace(level, bytes_per_second=self.network) for level in outside]
-        return replace(cluster, levels=(inside, *levels))
+        return on_network(self.devices, self.network)
 
     @property
     def model(self) -> ShortModel:
@@ -66,19 +65,23 @@ class Choice:
 def tasks(table: str) -> dict[Task, list[Candidate]]:
     """What ran, as which plans. table: of `TABLES`."""
     candidates: dict[Task, list[Candidate]] = {}
-    for task, candidate in map(_task, _rows(table)):
+    for task, candidate in map(_task, rows_of_runs(table)):
         candidates.setdefault(task, []).append(candidate)
     return candidates
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What ran, at the price that `autopar plan` gives. published: seconds of a
-    step."""
+    """What ran, at the price that `autopar plan` gives. row: of `rows_of_runs`."""
 
     task: Task
     estimate: Estimate
-    published: float
+    row: Row
+
+    @property
+    def published(self) -> float:
+        """Seconds of a step."""
+        return float(self.row["iter_time_s"])
 
     @property
     def filled(self) -> float:
@@ -99,23 +102,27 @@ class Planned:
 
 def as_planned(table: str) -> Iterator[Planned]:
     """What ran, row by row, with the sequence split along tp where it was there."""
-    for row in _rows(table):
+    for row in rows_of_runs(table):
         task, candidate = _task(row)
-        sequence_parallel = row.get("sp") == "1"
+        sequence_parallel = row["sp"] == "1"
         cluster = task.cluster
         prices = _prices(replace(task, batch=0), sequence_parallel)
         e = run_on_paper(candidate, prices, cluster)
         e = with_whole_layers(e, prices, cluster)
-        yield Planned(task, e, _published(row))
+        yield Planned(task, e, row)
+
+
+FILLED = "24"  # microbatches: more are in no more memory
+
+
+def filled(runs: Sequence[Planned]) -> list[Planned]:
+    """One run of each schedule of zero bubble's paper."""
+    return [run for run in runs if run.row["microbatches"] == FILLED]
 
 
 @cache
 def _prices(task: Task, sequence_parallel: bool) -> Prices:
     return make_prices(task.model, task.cluster, sequence_parallel=sequence_parallel)
-
-
-def _published(row: Row) -> float:
-    return float(row.get("iter_time_s") or pipelines.published_seconds(row))
 
 
 def choose(task: Task, plans: Sequence[Candidate]) -> Choice:
@@ -129,34 +136,9 @@ def choose(task: Task, plans: Sequence[Candidate]) -> Choice:
     return Choice(best[0], min(best, key=lambda e: e.seconds), ran)
 
 
-def _rows(table: str) -> Iterator[Row]:
-    """Rows of any of the tables with the columns that `others` has."""
-    usual = {
-        **{"attention": "spelled", "device": "A100-80GB", "recompute": "full"},
-        **{"zero": "0", "network_gb": "25"},
-    }
-    if table != "zero_bubble":
-        for row in read(table):
-            yield {**usual, **row, "gpus": row.get("n_gpus") or row["gpus"]}
-        return
-    for row in read(table):
-        if row["samples_per_second"] and row["schedule"] in pipelines.SCHEDULES:
-            ones = dict.fromkeys(("dp", "tp", "vpp"), "1")
-            own = {
-                **{"hidden": row["width"], "vocab": str(pipelines.VOCAB)},
-                **{"gpus": row["ranks"], "pp": row["ranks"], "recompute": "none"},
-                **{"mbs": row["samples"], "n_microbatches": row["microbatches"]},
-            }
-            yield {**usual, **ones, **row, **own}
-
-
 def _task(row: Row) -> tuple[Task, Candidate]:
     candidate = candidate_of(row)
-    if row.get("schedule") in pipelines.SCHEDULES:
-        schedule = pipelines.SCHEDULES[row["schedule"]]
-        candidate = replace(candidate, schedule=schedule)
     batch = candidate.samples * candidate.microbatches * candidate.data_parallel
-    sizes = tuple(int(row[name]) for name in SIZES)
-    devices, network = f"{row['gpus']}x{row['device']}", float(row["network_gb"]) * 1e9
-    task = Task(row["model"], sizes, row["attention"], devices, network, batch)
+    devices, network = f"{row['gpus']}x{row['device']}", float(row["network_gb"])
+    task = Task(row["model"], sizes_of(row), row["attention"], devices, network, batch)
     return task, candidate

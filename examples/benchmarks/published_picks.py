@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.candidates import ALIKE
 from autopar.passes.search.search import complexity
+from examples.benchmarks.published_fit import rank_correlation
 from examples.benchmarks.published_sweep import Constants, Run, runs
 
 
@@ -59,15 +60,3 @@ def _pick(own: Sequence[Run], predicted: Sequence[float]) -> Run:
     fastest = max(x for x, _ in fitting)
     alike = [(x, run) for x, run in fitting if x * (1 + ALIKE) >= fastest]
     return min(alike, key=lambda pair: (complexity(pair[1].candidate), -pair[0]))[1]
-
-
-def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Spearman's, of values without ties."""
-
-    def ranks(values: Sequence[float]) -> list[int]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [order.index(i) for i in range(len(values))]
-
-    n = len(xs)
-    apart = sum((a - b) ** 2 for a, b in zip(ranks(xs), ranks(ys), strict=True))
-    return 1 - 6 * apart / (n * (n * n - 1))

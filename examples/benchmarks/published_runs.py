@@ -1,11 +1,19 @@
-"""Seconds of Megatron's runs on A100s, predicted.
+"""Seconds of runs, predicted.
 
-Three constants of the hardware are fitted to the runs without a pipeline (up to 18B
-parameters) and to one layer of a 22B model; the larger runs are predicted with them.
-Megatron-LM then split no sequences, fused elementwise ops, reduced gradients after the
-backward, ran all of a layer again where it was recomputed, and sent a share of what
+Three constants of the hardware are fitted to Megatron-LM's runs of 2021 without a
+pipeline (`sc21_table1.csv`, up to 18B parameters) and to one layer of a 22B model; all
+others are predicted with them. `others.csv` was in view while the models of what each
+system does were settled; `held_out.csv` was looked up after that.
+
+Megatron-LM of 2021 split no sequences, fused elementwise ops, reduced gradients after
+the backward, ran all of a layer again where it was recomputed, and sent a share of what
 tensor parallel ranks hold alike to the next stage, to be gathered inside of the node
-(Narayanan 2021, arXiv:2104.04473, section 4.1).
+(Narayanan 2021, arXiv:2104.04473, section 4.1). That of Korthikanti 2022
+(arXiv:2205.05198) and later runs collectives of the backward beside it, and with
+sequence parallelism sends each rank's own share to the next stage; Megatron-DeepSpeed
+(Smith 2022, arXiv:2201.11990; Le Scao 2022, arXiv:2211.05100) has neither, nor
+interleaved stages, and sends all that a rank holds; FSDP (llm-foundry) gathers a block
+while another computes.
 """
 
 from __future__ import annotations
@@ -25,9 +33,16 @@ from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.by_formula import prices_of
 from autopar.passes.search.recompute_whole import layer_again
 from autopar.passes.search.search import accounts_of
-from autopar.planner.planner import ShortModel, make_prices
+from autopar.passes.stage.blocks import BlockMessages
+from autopar.planner.planner import make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
+from examples.benchmarks.published_rows import (
+    candidate_of,
+    on_network,
+    rows_of_runs,
+    sizes_of,
+)
 
 FITTED_UP_TO = 20  # billions of parameters
 
@@ -55,13 +70,12 @@ class Constants:
 
 @dataclass(frozen=True)
 class Run:
-    """A published run. batch: samples of a step. accounts: of its stages, before
+    """A published run, and where it is published. accounts: of its stages, before
     constants are known."""
 
+    source: str
     name: str
     seconds: float
-    short: ShortModel
-    batch: int
     candidate: Candidate
     cluster: Cluster
     accounts: tuple[Account, ...]
@@ -83,39 +97,43 @@ class Run:
 
 
 @cache
-def megatron_runs() -> tuple[Run, ...]:
-    """The ten runs of table 1."""
-    return tuple(_run(row) for row in read("sc21_table1"))
+def runs(table: str, source: str = "") -> tuple[Run, ...]:
+    """The runs of a table, of sources whose names begin so."""
+    rows = (row for row in rows_of_runs(table) if row["source"].startswith(source))
+    return tuple(map(_run, rows))
 
 
 def _run(row: Row) -> Run:
-    sizes = {k: int(row[k]) for k in ("layers", "hidden", "heads", "pp", "dp", "tp")}
-    chunks, microbatches = int(row["vpp"]), int(row["n_microbatches"])
-    cluster = UNFITTED.of(cluster_of(f"{row['n_gpus']}xA100-80GB"))
-    stages = sizes["pp"] * chunks
-    candidate = Candidate(
-        Mesh(tuple((a, sizes[a]) for a in ("pp", "dp", "tp") if sizes[a] > 1)),
-        samples=int(row["mbs"]),
-        microbatches=microbatches,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        stages_per_rank=chunks,
-        zero=0,
-        recompute="none",  # see `layer_again`
-        layers=(sizes["layers"] // stages,) * stages,
-    )
-    of = gpt(sizes["hidden"], sizes["heads"], sizes["layers"])
-    prices = make_prices(of, cluster, sequence_parallel=False)
-    again = layer_again(prices_of(candidate, prices))
-    accounts = [
-        account + again * runs
-        for account, runs in zip(
-            accounts_of(candidate, prices), candidate.layers, strict=True
-        )
-    ]
-    accounts = [a + in_float32(a) for a in in_turn(accounts, sizes["tp"])]
+    candidate, cluster = candidate_of(row), _cluster(row)
+    of = gpt(*sizes_of(row), attention=row["attention"])
+    sequence_parallel, megatron = row["sp"] == "1", "Megatron-LM" in row["system"]
+    prices = make_prices(of, cluster, sequence_parallel=sequence_parallel)
+    policy = candidate.recompute if row["recompute"] == "selective" else "none"
+    candidate = replace(candidate, recompute=policy)
+    accounts = accounts_of(candidate, prices)
+    if row["system"] == "Megatron-LM":
+        accounts = [overlapped(account) for account in accounts]
+    if row["recompute"] == "full":
+        again = layer_again(prices_of(candidate, prices))
+        accounts = [
+            account + again * layers
+            for account, layers in zip(accounts, candidate.layers, strict=True)
+        ]
+    shared = int(row["tp"]) if megatron and not sequence_parallel else 1
+    accounts = [a + in_float32(a) for a in in_turn(accounts, shared)]
+    if row["system"] == "DeepSpeed":
+        accounts = [a + of_bfloat16(a) for a in accounts]
     seconds = float(row["iter_time_s"])
-    batch = int(row["gbs"])
-    return Run(row["model"], seconds, of, batch, candidate, cluster, tuple(accounts))
+    return Run(
+        row["source"], row["model"], seconds, candidate, cluster, tuple(accounts)
+    )
+
+
+def _cluster(row: Row) -> Cluster:
+    """llm-foundry's attention was a Triton kernel of 2023, not that of the table."""
+    named = f"{row['gpus']}x{row['device']}"
+    cluster = UNFITTED.of(on_network(named, float(row["network_gb"])))
+    return replace(cluster, device=replace(cluster.device, attention=""))
 
 
 def in_float32(account: Account) -> Account:
@@ -125,6 +143,19 @@ def in_float32(account: Account) -> Account:
     counted = OPTIMIZER_TRAFFIC * account.held.trained
     moved = (6 + 8 + 12 + 28 + 6) * account.held.trained / 2
     return Account(step=PartCost(moved=moved - counted))
+
+
+def of_bfloat16(account: Account) -> Account:
+    """What DeepSpeed's pipelines move beside others' where products are in bfloat16:
+    each microbatch's gradients are written (2 bytes of a parameter), read, and added to
+    ones of 4 bytes (10), where others add to those of 2 (4); and these are all-reduced,
+    with ZeRO's first stage too (`_bf16_reduce_grads` of `deepspeed.runtime.pipe`)."""
+    backward, weight = (
+        replace(PartCost(), scattered=BlockMessages(bytes=3 * part.scattered.bytes))
+        for part in (account.backward, account.weight)  # an all-reduce is two of these
+    )
+    backward = replace(backward, moved=8 * account.held.trained / 2)
+    return Account(backward=backward, weight=weight, pending=account.pending)
 
 
 @dataclass(frozen=True)
@@ -146,7 +177,7 @@ class LayerRun:
 
 @cache
 def layer_runs() -> tuple[LayerRun, ...]:
-    runs = []
+    timed = []
     for row in read("korthikanti_table4"):
         mesh = Mesh.parse(f"tp={row['tp']}")
         samples, policy = int(row["mbs"]), row["recompute"]
@@ -162,8 +193,9 @@ def layer_runs() -> tuple[LayerRun, ...]:
         if full:
             account = account + layer_again(layer_prices)
         forward, backward = float(row["fwd_ms"]) / 1e3, float(row["bwd_ms"]) / 1e3
-        runs.append(LayerRun(row["experiment"], forward, backward, candidate, account))
-    return tuple(runs)
+        run = LayerRun(row["experiment"], forward, backward, candidate, account)
+        timed.append(run)
+    return tuple(timed)
 
 
 def overlapped(account: Account) -> Account:
@@ -186,7 +218,7 @@ UNFITTED = Constants(1.0, 1.0, 1.0)
 @cache
 def fitted() -> Constants:
     """The constants with the least squared errors over the calibration rows."""
-    small = [r for r in megatron_runs() if _billions(r) < FITTED_UP_TO]
+    small = [r for r in runs("sc21_table1") if _billions(r) < FITTED_UP_TO]
     layers = layer_runs()
 
     def error(constants: Constants) -> float:

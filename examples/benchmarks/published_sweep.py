@@ -36,6 +36,7 @@ from autopar.passes.search.search import accounts_of
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, in_turn, llama, read
+from examples.benchmarks.published_rows import mesh_of
 
 MODELS = ("1B", "8B")
 BATCH, TOKENS = 256, 256 * 4096
@@ -200,8 +201,7 @@ def runs(model: str) -> tuple[Run, ...]:
 
 
 def _candidate(row: Row) -> Candidate:
-    sizes = [(axis, int(row[axis])) for axis in ("pp", "dp", "tp")]
-    mesh = Mesh(tuple((axis, n) for axis, n in sizes if n > 1))
+    mesh = mesh_of(row)
     samples, microbatches = int(row["mbs"]), int(row["n_microbatches"])
     zero = int(row["zero"]) if mesh.axis_size("dp") > 1 else 0
     return Candidate(mesh, samples, microbatches, "1f1b", 1, zero, "none", ())

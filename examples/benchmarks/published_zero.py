@@ -9,10 +9,9 @@ rank waited for it. Both compute layers again in the backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
-from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.account import Account
 from autopar.passes.price.candidate import Candidate
@@ -25,6 +24,7 @@ from autopar.passes.search.recompute_whole import layer_again
 from autopar.passes.search.search import accounts_of
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, read
+from examples.benchmarks.published_rows import on_network
 from examples.benchmarks.published_runs import UNFITTED, Constants
 
 SEQ = 2048
@@ -67,10 +67,8 @@ def zero_runs() -> tuple[ZeroRun, ...]:
 def _run(row: Row) -> ZeroRun:
     names = ("layers", "hidden", "heads", "vocab", "gpus", "mbs")
     layers, hidden, heads, vocab, gpus, samples = (int(row[name]) for name in names)
-    cluster = UNFITTED.of(cluster_of(f"{gpus}xA100-80GB"))
-    inside, network = cluster.levels
-    network = replace(network, bytes_per_second=float(row["network_gb"]) * 1e9)
-    cluster = replace(cluster, levels=(inside, network))
+    network = on_network(f"{gpus}xA100-80GB", float(row["network_gb"]))
+    cluster = UNFITTED.of(network)
     mesh = Mesh((("dp", gpus),))
     candidate = Candidate(mesh, samples, 1, "1f1b", 1, 3, "none", (layers,))
     prices = make_prices(gpt(hidden, heads, layers, vocab), cluster)

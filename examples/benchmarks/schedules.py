@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 import autopar  # noqa: E402
 from autopar.reports.inspection import devices_of  # noqa: E402
 from autopar.reports.simulation import simulate_program  # noqa: E402
+from examples.benchmarks.gpu_models import batch_of  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
 
 BASE = "1f1b"
@@ -130,9 +131,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     config = Config(options.layers, options.width, 4, options.context, 512)
-    torch.manual_seed(1)
-    text = torch.randint(config.vocab, (options.batch, config.context + 1))
-    batch = {"ids": text[:, :-1].clone(), "labels": text[:, 1:].clone()}
+    batch = batch_of(config, options.batch)
     runners = build(config, batch, options.microbatches)
     seconds = rounds(runners, batch, options.rounds)
     if dist.get_rank() == 0:

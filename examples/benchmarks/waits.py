@@ -38,6 +38,7 @@ from autopar.reports.simulation import simulate_program  # noqa: E402
 from autopar.runtime.comm.coalesced import Layout  # noqa: E402
 from autopar.runtime.comm.comm import Comm  # noqa: E402
 from autopar.runtime.comm.work import Work  # noqa: E402
+from examples.benchmarks.gpu_models import batch_of  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
 
 LATENCY = 5e-5  # of a link, in seconds
@@ -96,10 +97,7 @@ class Wire:
 
 
 def gradients(zero: int, config: Config, link: float) -> Change:
-    text = torch.randint(config.vocab, (4, config.context + 1))
-    batch = {"ids": text[:, :-1].clone(), "labels": text[:, 1:].clone()}
-    dist.broadcast(batch["ids"], 0)
-    dist.broadcast(batch["labels"], 0)
+    batch = batch_of(config, 4)
     ranks = dist.get_world_size()
     level = Level(ranks, link or 1e9, LATENCY, efficiency=1.0)
     steps = []
