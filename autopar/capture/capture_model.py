@@ -23,6 +23,7 @@ from autopar.passes.capture.scripted import refuse_scripted
 from autopar.passes.capture.trace import run_without_data, trace
 from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
+from autopar.passes.replaced import replaced
 from autopar.progress import tell
 
 # Steps after which a model does what it does later: longer than what it waits for, and
@@ -102,16 +103,11 @@ def kinds_of_layers(
         as_found.put_back()
 
 
-@contextlib.contextmanager
-def unlogged() -> Iterator[None]:
+def unlogged() -> contextlib.AbstractContextManager[None]:
     """Within, torch does not log why an op has no shapes: it raises that as well, and a
     model is tried in more than one way."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return replaced(log, "disabled", True)
 
 
 @contextlib.contextmanager

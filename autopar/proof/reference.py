@@ -18,6 +18,7 @@ from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
 from autopar.passes.graph import resolve
 from autopar.passes.ops.random import draw_of, overload
+from autopar.passes.replaced import replaced
 from autopar.runtime.comm.routing_replay import Choosing
 from autopar.runtime.execute.loss_scale import LossScale
 from autopar.runtime.kernels import draw, dropout_mask
@@ -61,14 +62,10 @@ class OurChance(TorchFunctionMode):
 
     def inside(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a function of torch; what it calls in turn does not come to a mode."""
-        names = ("dropout", "scaled_dot_product_attention")
-        own = {name: getattr(F, name) for name in names}
-        ours = (self.dropout, partial(self.attention, own[names[1]]))
-        vars(F).update(zip(names, ours, strict=True))
-        try:
+        attention = partial(self.attention, F.scaled_dot_product_attention)
+        ours = replaced(F, "scaled_dot_product_attention", attention)
+        with ours, replaced(F, "dropout", self.dropout):
             return func(*args, **kwargs)
-        finally:
-            vars(F).update(own)
 
     def dropout(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
+
+from ..replaced import replaced
 
 Apply = type[torch.autograd.Function]
 
@@ -49,26 +51,23 @@ def through_checkpoints(users: Users | None = None) -> Iterator[None]:
             args, kwargs = bound.args, bound.kwargs
         return users(cls, args, kwargs)
 
+    instead: list[tuple[Any, str, Any]] = [
+        (torch.utils.checkpoint, name, _nothing_around)
+        for name in AROUND
+        if hasattr(torch.utils.checkpoint, name)
+    ]
     if isinstance(own, classmethod):
         # Up to torch 2.14 it is Python's, and calls the one beneath, which is replaced:
         # `square = Square.apply` at the top of a file has Function's own.
         assert "apply" not in vars(beneath), "torch's Function is built otherwise"
-        beneath.apply = classmethod(apply)
+        instead.append((beneath, "apply", classmethod(apply)))
     else:
-        function.apply = classmethod(apply)
-        BackwardCFunction.__init__ = _called_by_name(users)
-    names = vars(torch.utils.checkpoint)
-    around = {name: names[name] for name in AROUND if name in names}
-    names.update(dict.fromkeys(around, _nothing_around))
-    try:
+        instead.append((function, "apply", classmethod(apply)))
+        instead.append((BackwardCFunction, "__init__", _called_by_name(users)))
+    with ExitStack() as stack:
+        for owner, name, value in instead:
+            stack.enter_context(replaced(owner, name, value))
         yield
-    finally:
-        names.update(around)
-        if isinstance(own, classmethod):
-            del beneath.apply
-        else:
-            function.apply = own
-            del BackwardCFunction.__init__
 
 
 def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:

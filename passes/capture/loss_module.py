@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 from ..capture.call_model import call_model
 from ..capture.compiling import Compiling
 from ..capture.custom_functions import Functions
-from ..capture.distributions import distributions_unchecked
 from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import rows_listed
@@ -22,6 +22,7 @@ from ..capture.scripted import scripts_as_python
 from ..capture.unseen import Unseen
 from ..capture.values_read import capture_failed, reads_values
 from ..errors import CaptureError
+from ..replaced import replaced
 
 
 @dataclass
@@ -72,7 +73,8 @@ class LossModule(nn.Module):
             self.compiling.answers(),
             flex_as_attention(),
             lstm_states_shaped(),
-            distributions_unchecked(),
+            # Torch looks into what they are given, up to 2.14: there are no values.
+            replaced(Distribution, "_validate_args", False),
             scripts_as_python(),
         ):
             fields = {**batch, **self.static}
