@@ -20,7 +20,6 @@ from autopar.passes.mesh import Axes, Mesh, as_axes
 from autopar.passes.shard.layout import extent
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.coalesced import Layout
-from autopar.runtime.comm.expert_routing import Routing
 from autopar.runtime.comm.flat_buffers import (
     by_row,
     from_front,
@@ -28,6 +27,7 @@ from autopar.runtime.comm.flat_buffers import (
     joined,
     packed,
 )
+from autopar.runtime.comm.local_ops import LocalOps
 from autopar.runtime.comm.work import (
     Arrived,
     CoalescedWork,
@@ -35,11 +35,10 @@ from autopar.runtime.comm.work import (
     Traffic,
     Work,
     free_storage,
-    sum_in_order,
 )
 
 
-class Collectives(Routing, ABC):
+class Collectives(LocalOps, ABC):
     """One rank's end of collectives. `log` counts traffic by call and axes."""
 
     def __init__(
@@ -87,7 +86,7 @@ class Collectives(Routing, ABC):
         layout = self.layout(x.shape[dim], axis)
         flat, counts = packed(x, dim, layout)
         mine = extent(layout[self.place(axis)])
-        total = self._scatter_sum(flat, counts, ranks)
+        total = self._start_scatter_sum(flat, counts, ranks).wait()
         return total.view(*x.shape[:dim], mine, *x.shape[dim + 1 :])
 
     def all_to_all(
@@ -121,7 +120,7 @@ class Collectives(Routing, ABC):
         shape[split_dim] = extent(layout[self.coords[axis]])
         unit = prod(shape[:concat_dim] + shape[concat_dim + 1 :])
         counts = [unit * size for size in sizes]
-        flat = self._exchange(flat, sent, counts, ranks)
+        flat = self._start_exchange(flat, sent, counts, ranks).wait()
         layout = self.layout(sum(sizes), axis)
         if prod(shape[:concat_dim]) == 1 and in_order(layout):
             shape[concat_dim] = sum(sizes)
@@ -185,12 +184,14 @@ class Collectives(Routing, ABC):
         layout = Layout.of(wholes, dims, along)
         flat = layout.split(wholes)
         ranks = self._enter("reduce_scatter", as_axes(axis), flat, dims=dims)
-        work = (
-            Arrived(flat)
-            if len(ranks) == 1
-            else self._start_scatter_sum(flat, layout.counts, ranks)
-        )
-        return CoalescedWork(work, lambda row: layout.parts(row, me))
+        if len(ranks) == 1:
+            return CoalescedWork(Arrived(flat), lambda row: layout.parts(row, me))
+
+        def cut(row: Tensor) -> list[Tensor]:
+            free_storage(flat)
+            return layout.parts(row, me)
+
+        return CoalescedWork(self._start_scatter_sum(flat, layout.counts, ranks), cut)
 
     def wait(self, transit: CoalescedWork) -> list[Tensor]:
         """The wholes of `start_gather`, or my shares of `start_scatter`."""
@@ -273,12 +274,6 @@ class Collectives(Routing, ABC):
         """Begin to reduce x [...] in place over the group; the wait returns x."""
 
     @abstractmethod
-    def _exchange(
-        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each."""
-
-    @abstractmethod
     def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         """x [n] to the rank after me in a ring of ranks, and [numel] from that before
         me."""
@@ -291,22 +286,16 @@ class Collectives(Routing, ABC):
     def _start_exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
     ) -> Work:
-        """`_exchange`; x stays as it is until the wait, which may free it."""
+        """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each. x
+        stays as it is until the wait."""
 
     def _start_scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
     ) -> Work:
-        """`_scatter_sum`; x stays as it is until the wait, which may free it."""
+        """x [sum(counts)] -> my part [counts[me]] of the sum, added in rank order. x
+        stays as it is until the wait."""
         mine = [counts[ranks.index(self.rank)]] * len(ranks)
         return Summed(self._start_exchange(x, counts, mine, ranks), len(ranks))
-
-    def _scatter_sum(
-        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        """x [sum(counts)] -> my part [counts[me]] of the sum, added in rank order."""
-        mine = counts[ranks.index(self.rank)]
-        rows = self._exchange(x, counts, [mine] * len(ranks), ranks)
-        return sum_in_order(rows.view(len(ranks), mine).unbind(0))
 
     def _enter(
         self,

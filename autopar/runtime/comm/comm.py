@@ -1,8 +1,9 @@
 """Communication between ranks: the calls of emitted code, whatever carries them.
 
-A `Comm` adds messages between two ranks, and Python objects of all, to `Collectives`.
-Engines carry them: process groups in `autopar.runtime.comm.process_groups`, the virtual
-mesh in `autopar.runtime.comm.virtual`; so both run the same arithmetic.
+A `Comm` adds messages between two ranks, and Python objects of all, to the calls of
+`Collectives` and `Routing`. Engines carry them: process groups in
+`autopar.runtime.comm.process_groups`, the virtual mesh in
+`autopar.runtime.comm.virtual`; so both run the same arithmetic.
 
 A Comm moves values: call it without autograd.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.comm.collectives import Collectives
+from autopar.runtime.comm.expert_routing import Routing
 from autopar.runtime.comm.work import Meeting, Work
 
 Outgoing = tuple[Tensor, int, int]  # a tensor, to which rank, its tag
@@ -27,7 +28,7 @@ class CommError(RuntimeError):
     """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
 
 
-class Comm(Collectives, ABC):
+class Comm(Routing, ABC):
     """One rank's end of every communication.
 
     in_turn: whether messages begin in the one order of `passes.schedule.exchanges`.

@@ -6,21 +6,19 @@ arrive together, in the order of their experts.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.passes.shard.layout import extent
 from autopar.runtime import kernels
-from autopar.runtime.comm.local_ops import LocalOps
+from autopar.runtime.comm.collectives import Collectives
 
 
-class Routing(LocalOps):
-    """The calls of emitted code that route rows; `Comm` has what they are made of."""
+class Routing(Collectives):
+    """The calls of emitted code that route rows, beside those that all ranks make."""
 
     def route(
         self, expert: Tensor, axis: str, experts: int
@@ -61,23 +59,8 @@ class Routing(LocalOps):
             return x
         row = prod(x.shape[1:])
         leave, come = ([row * n for n in counts] for counts in (sent, received))
-        flat = self._exchange(x.view(-1), leave, come, ranks)
+        flat = self._start_exchange(x.view(-1), leave, come, ranks).wait()
         return flat.view(sum(received), *x.shape[1:])
-
-    @abstractmethod
-    def _enter(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        x: Tensor,
-        open_dim: int | None = None,
-        **detail: Any,
-    ) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def _exchange(
-        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor: ...
 
 
 def _halves(counts: Tensor) -> tuple[list[int], list[int]]:

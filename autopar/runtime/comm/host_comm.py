@@ -45,11 +45,6 @@ class HostComm(ProcessComm):
     def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
         return Landing(super()._start_reduce_(_copied(x), ranks, op), x)
 
-    def _exchange(
-        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        return super()._exchange(_copied(x), sent, counts, ranks).to(x.device)
-
     def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         return Landing(super()._shift(_copied(x), ranks, numel), x.new_empty(numel))
 

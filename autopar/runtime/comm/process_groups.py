@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import Comm, CommError, Incoming, Outgoing
 from autopar.runtime.comm.point_to_point import Message, PointToPoint
-from autopar.runtime.comm.work import Meeting, Work, free_storage
+from autopar.runtime.comm.work import Meeting, Work
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -131,22 +131,6 @@ class ProcessComm(Comm):
         group = self._group(ranks)
         return _Transfer(dist.all_reduce(x, _REDUCE_OPS[op], group, async_op=True), x)
 
-    def _exchange(
-        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        out = x.new_empty(sum(counts))
-        dist.all_to_all_single(out, x, counts, sent, self._group(ranks))
-        return out
-
-    def _scatter_sum(
-        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        if self._by_exchange(x, counts):
-            return super()._scatter_sum(x, counts, ranks)
-        out = x.new_empty(counts[0])
-        _reduce_scatter(out, x, group=self._group(ranks))
-        return out
-
     def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         group, here = self._group(ranks), ranks.index(self.rank)
         out = x.new_empty(numel)
@@ -170,7 +154,7 @@ class ProcessComm(Comm):
     ) -> Work:
         out, group = x.new_empty(sum(counts)), self._group(ranks)
         work = dist.all_to_all_single(out, x, counts, sent, group, async_op=True)
-        return _Transfer(work, out, x)
+        return _Transfer(work, out)
 
     def _start_scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
@@ -179,7 +163,7 @@ class ProcessComm(Comm):
             return super()._start_scatter_sum(x, counts, ranks)
         out = x.new_empty(counts[0])
         work = _reduce_scatter(out, x, group=self._group(ranks), async_op=True)
-        return _Transfer(work, out, x)
+        return _Transfer(work, out)
 
     def _by_exchange(self, x: Tensor, counts: list[int]) -> bool:
         """On gloo a reduce-scatter is a whole all-reduce: the exchange is faster, and
@@ -302,22 +286,18 @@ class _Shift(Work):
 
 
 class _Transfer(Work):
-    """A message of torch.distributed, which keeps its tensors until it is done.
+    """A message of torch.distributed, which keeps its tensors until it is done. x: what
+    arrives, or leaves."""
 
-    x: what arrives, or leaves. source: what it is made of, a buffer for this alone.
-    """
-
-    def __init__(self, work: dist.Work, x: Tensor, source: Tensor | None = None):
+    def __init__(self, work: dist.Work, x: Tensor) -> None:
         self._work: dist.Work | None = work
-        self._x, self._source = x, source
+        self._x = x
 
     def wait(self) -> Tensor:
         # Gloo's second wait for one send would never end.
         if self._work is not None:
             self._work.wait()
-            if self._source is not None:
-                free_storage(self._source)
-            self._work = self._source = None
+            self._work = None
         return self._x
 
     def done(self) -> bool:

@@ -116,11 +116,6 @@ class VirtualComm(Comm):
 
         return Reducing(self._join(ranks, x, reduce), x)
 
-    def _exchange(
-        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        return self._meet(ranks, x.split(sent), _exchanged)
-
     def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Work:
         return self._join(ranks, rows[ranks.index(self.rank)], _stacked)
 

@@ -66,7 +66,7 @@ class Summed(Work):
 
     def wait(self) -> Tensor:
         rows = self.work.wait()
-        total = sum_in_order(rows.view(self.ranks, -1).unbind(0))
+        total = sum_in_order(rows.view(self.ranks, len(rows) // self.ranks).unbind(0))
         free_storage(rows)
         return total
 
