@@ -177,8 +177,6 @@ def test_every_token_occurs_and_each_sample_has_other_holes(seed):
     assert bool(mask[:, 0].all())
     assert (mask == 0).any(1).sum() > 5
     assert len(mask.unique(dim=0)) == len(mask)
-    lower = draw_batch(inputs, found, seed, case.batch, {"input_ids": 20})
-    assert lower["input_ids"].max() == 19
     out = case.model(**batch)
     assert bool(out.loss.isfinite())
 

@@ -234,7 +234,7 @@ def test_what_cannot_be_exported(
     assert "no complete checkpoint" in refused(tmp_path, tmp_path / "model.pt")
     (tmp_path / "file").write_text("")
     assert "cannot write" in refused(folder, tmp_path / "file" / "model.pt")
-    monkeypatch.setattr("autopar.checkpoints.export.find_spec", lambda name: None)
+    monkeypatch.setattr("autopar.checkpoints.pretrained.find_spec", lambda name: None)
     said = refused(folder, tmp_path / "model.safetensors")
     assert "pip install 'autopar[hf]'" in said
 

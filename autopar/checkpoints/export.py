@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from autopar.checkpoints import checkpoint_files as files
 from autopar.checkpoints.dcp import CheckpointError, Key, Piece, State, read_alone
 from autopar.checkpoints.open_checkpoint import held_by
+from autopar.checkpoints.pretrained import need_safetensors
 from autopar.checkpoints.safetensors_file import (
     TensorKind,
     append,
@@ -39,10 +39,8 @@ def export(
             f"unknown kind of file '{output}'",
             fix=f"let its name end in {' or '.join(SUFFIXES)}",
         )
-    if output.suffix == ".safetensors" and find_spec("safetensors") is None:
-        raise CheckpointError(
-            "safetensors is not installed", fix="pip install 'autopar[hf]'"
-        )
+    if output.suffix == ".safetensors":
+        need_safetensors()
     folder = files.find(directory)
     manifest = files.read_manifest(folder)
     files.check_files(folder, manifest, manifest.files)

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from autopar.commands.arguments import (
     SEQ,
     add_batch_sizes,
@@ -25,6 +23,7 @@ from autopar.commands.arguments import (
 from autopar.compiler import compile_offline
 from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
+from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
 from autopar.options import OPTIONS, make_plan
 from autopar.passes.mesh import Mesh
@@ -178,8 +177,7 @@ def _microbatches(batch: Mapping, mesh: Mesh) -> int:
     The bubble of p stages is then at most (p-1)/(5p-1) of a step.
     """
     stages, ranks = mesh.pipeline_ranks, mesh.sample_ranks
-    extents = [len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim]
-    samples = max(extents, key=extents.count, default=1)  # most fields have samples
+    samples = samples_of(batch)
     fitting = [m for m in range(1, 4 * stages + 1) if samples % (m * ranks) == 0]
     return max(fitting, default=1) if stages > 1 else 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,14 @@ class _BigOnMeta(TorchFunctionMode):
     What draws weights there does nothing, and torch takes long to find that out.
     """
 
-    FACTORIES = frozenset({torch.empty, torch.rand, torch.randn})
     # By name: transformers puts functions of its own in the place of those of nn.init.
     DRAWS = frozenset({"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"})
     ELEMENTS = 1 << 16
-    ZEROS = 1 << 28  # no buffer has as many: zeros that are to become weights
+    # No buffer has as many zeros: these are to become weights.
+    LEAST: ClassVar = {
+        **dict.fromkeys((torch.empty, torch.rand, torch.randn), ELEMENTS),
+        torch.zeros: 1 << 28,
+    }
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -38,13 +41,10 @@ class _BigOnMeta(TorchFunctionMode):
             drawn = args[0] if args else kwargs.get("tensor")
             if isinstance(drawn, Tensor) and drawn.is_meta:
                 return drawn
-        if func in self.FACTORIES and kwargs.get("device") is None:
+        least = self.LEAST.get(func)
+        if least is not None and kwargs.get("device") is None:
             made = func(*args, **{**kwargs, "device": "meta"})
-            if made.numel() >= self.ELEMENTS:
-                return made
-        if func is torch.zeros and kwargs.get("device") is None:
-            made = func(*args, **{**kwargs, "device": "meta"})
-            if made.numel() >= self.ZEROS:
+            if made.numel() >= least:
                 return made
         return func(*args, **kwargs)
 

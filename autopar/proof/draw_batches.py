@@ -28,16 +28,14 @@ def draw_batch(
     ranges: Mapping[str, InputRange],
     seed: int,
     like: Mapping[str, Tensor] = NONE_DRAWN,
-    limits: Mapping[str, int] | None = None,
     gentle: bool = True,
 ) -> dict[str, Tensor]:
     """Draws a batch that a model can be run on.
 
     inputs: field -> (shape, dtype). ranges: what integers may be, as found in the
     graph. like: an example, for fields of which the graph does not tell; of the same
-    shapes or not. limits: field -> one after the highest, where that is known to be
-    lower than the graph's. gentle: no sample without labels, and no query that sees
-    nothing, of which some models make no finite numbers.
+    shapes or not. gentle: no sample without labels, and no query that sees nothing, of
+    which some models make no finite numbers.
     """
     batch = {}
     for name, (shape, kind) in inputs.items():
@@ -46,8 +44,7 @@ def draw_batch(
         if dtype.is_floating_point:
             made = _draw_floats(shape, generator, example, seed)
         elif known is not None and known.role in (INDEX, LABEL):
-            high = min(known.high, (limits or {}).get(name, known.high))
-            made = draw_rows(shape, known.low, high, generator)
+            made = draw_rows(shape, known.low, known.high, generator)
             if known.holes:
                 made = make_holes(made, known.holes, generator, seed, gentle)
         elif known is not None and known.role == DOCUMENT:

@@ -16,9 +16,9 @@ from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import rows_listed
-from ..capture.lstm_states import lstm_states_shaped
 from ..capture.own_collectives import OwnCollectives
 from ..capture.scripted import scripts_as_python
+from ..capture.torch_shapes import lstm_states_shaped
 from ..capture.unseen import Unseen
 from ..capture.values_read import capture_failed, reads_values
 from ..errors import CaptureError

@@ -27,7 +27,6 @@ from ..capture.expert_loops import batch_expert_loops
 from ..capture.fake_tensors import device_of, on_fake_tensors
 from ..capture.find_repeats import Ran, Watch, with_layers
 from ..capture.functionalize import functionalize
-from ..capture.grouped_products import shapes_of_grouped_products
 from ..capture.guards import Reading
 from ..capture.join_weights import join_weights, remark_on_frozen
 from ..capture.lean_export import lean_export
@@ -38,6 +37,7 @@ from ..capture.order_tables import order_tables
 from ..capture.read_export import ExportReader
 from ..capture.read_sources import aliases_of, names_of, read_sources
 from ..capture.rows import OWN_MASKS, has_own_masks
+from ..capture.torch_shapes import shapes_of_grouped_products
 from ..capture.traced import Traced
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import NO_NUMBER, capture_failed

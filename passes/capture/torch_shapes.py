@@ -1,8 +1,4 @@
-"""Shapes of torch's grouped products in float32 and float16, which its kernels take.
-
-Its rule of shapes knows bfloat16 alone, and writes a log of errors before it refuses:
-`_meta_grouped_mm_common` in torch/_meta_registrations.py.
-"""
+"""Shapes that torch gets wrong in a capture, or does not know."""
 
 from __future__ import annotations
 
@@ -12,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, _meta_registrations
+from torch._decomp import decompositions
 
 from ..replaced import replaced
 
+# Of grouped products torch's rule of shapes, which knows bfloat16 alone, where kernels
+# take two more, and writes a log of errors before it refuses.
 RULE = "_meta_grouped_mm_common"
 OF_SHAPES = "_create_grouped_mm_output_tensor"
 TAKEN = (torch.float32, torch.float16)
@@ -35,4 +34,21 @@ def shapes_of_grouped_products() -> Iterator[None]:
         return shapes(mat_a, mat_b, kwargs["offs"], kwargs["out_dtype"])
 
     with replaced(_meta_registrations, RULE, wider):
+        yield
+
+
+@contextmanager
+def lstm_states_shaped() -> Iterator[None]:
+    """Within, the last states of an LSTM have the shapes of the first: torch up to 2.12
+    gives them one dim more, as it squeezes the batch where it means the step."""
+    usual = decompositions.one_layer_lstm
+
+    def one_layer(
+        x: Tensor, first: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        out, last = usual(x, first, *args, **kwargs)
+        pairs = zip(last, first, strict=True)
+        return out, tuple(state.reshape(like.shape) for state, like in pairs)
+
+    with replaced(decompositions, "one_layer_lstm", one_layer):
         yield
