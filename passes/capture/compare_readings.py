@@ -4,7 +4,7 @@ the same: see `passes.capture.guards`."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..capture.choices import REPEATED, Match, find_counted, find_match
 from ..capture.reduce_rows import LOSSES
 from ..capture.rows import ADDING, CHOOSES, ZEROS
+from ..capture.traced import Traced
 from ..graph import Graph, Node, Value, map_values
 from ..ops.op import is_view, op_of, shows_all
 
@@ -145,20 +146,7 @@ def _content(x: Tensor) -> Hashable:
     return str(x.dtype), tuple(x.shape), str(x.tolist())
 
 
-class Reading(Protocol):
-    """A captured model: `passes.capture.trace.Traced`."""
-
-    @property
-    def graph(self) -> Graph: ...
-
-    @property
-    def literals(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def asked(self) -> Sequence[Value]: ...
-
-
-def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> set[str]:
+def _compared_alike(one: Traced, keys: Mapping[str, int], zeros: Set[str]) -> set[str]:
     """Comparisons of the same numbers as those that are 0, seen in other shapes."""
     made = one.graph.producers()
 
@@ -185,7 +173,7 @@ def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> s
     }
 
 
-def _of_numbers(one: Reading, made: Mapping[str, Node]) -> set[str]:
+def _of_numbers(one: Traced, made: Mapping[str, Node]) -> set[str]:
     """Masks that choose nothing where none of the choices is a number that was asked
     about, as `one_hot(choices).sum(0)[number] > 0`."""
 
@@ -208,7 +196,7 @@ def _of_numbers(one: Reading, made: Mapping[str, Node]) -> set[str]:
     return {v.name for v in values if numbers(find_match(v, made)) in asked}
 
 
-def are_same(some: Reading, none: Reading) -> bool:
+def are_same(some: Traced, none: Traced) -> bool:
     """Whether a model computes the same where there are no rows as it does if it is
     read as if there were some."""
     keys, outputs = Keys(), []
@@ -223,7 +211,7 @@ def are_same(some: Reading, none: Reading) -> bool:
     return outputs[0] == outputs[1]
 
 
-def are_equal(one: Reading, other: Reading) -> bool:
+def are_equal(one: Traced, other: Traced) -> bool:
     """Whether two readings of a model are the same, operation by operation."""
     keys, outputs = Keys(), []
     for reading in (one, other):

@@ -143,11 +143,6 @@ def step_flops(short: ShortModel, recompute: str = "none") -> Expr:
     return _whole(short, of)
 
 
-def forward_flops(short: ShortModel) -> Expr:
-    """Floating point operations of the products of a forward."""
-    return _whole(short, lambda run: _flops(short, run, 1, _nothing))
-
-
 def activation_bytes(short: ShortModel, plan: Plan | None = None) -> Expr:
     """Bytes that one layer keeps of a microbatch on one rank, where every op keeps what
     it needs (`Op.keeps`): the accounting of Korthikanti 2022, equations 1, 2, 4 and 6.

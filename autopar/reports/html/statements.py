@@ -12,7 +12,6 @@ from autopar.passes.graph import bare
 from autopar.passes.ops.op import OPS
 
 SOURCE = re.compile(r"([\w.-]+\.py):(\d+)$")
-PENDING = re.compile(r"\+(\w+)|(\w+):(\w+)")
 # What lays a tensor out otherwise and computes nothing.
 VIEWS = {bare(name) for name, op in OPS.items() if op.view}
 

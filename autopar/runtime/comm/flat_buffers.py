@@ -11,15 +11,6 @@ from torch import Tensor
 from autopar.passes.shard.layout import Pieces, extent
 
 
-def padded(x: Tensor, dim: int, extent: int) -> Tensor:
-    """x, contiguous, and lengthened along dim to extent by values that are not read."""
-    if x.shape[dim] == extent:
-        return x.contiguous()
-    whole = x.new_empty(*x.shape[:dim], extent, *x.shape[dim + 1 :])
-    whole.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return whole
-
-
 def packed(x: Tensor, dim: int, layout: Sequence[Pieces]) -> tuple[Tensor, list[int]]:
     """x cut along dim into shares, one after the other in a flat buffer (which may be
     x itself), and the number of elements of each. Even shares take one copy, if any."""
