@@ -86,9 +86,14 @@ def add_seed(add: Any, of: str) -> None:
     add.add_argument("--seed", type=number("seed"), default=0, help=of)
 
 
+def add_switch(add: Any, flag: str, told: str) -> None:
+    """Adds a flag that is there or not. told: its help."""
+    add.add_argument(flag, action="store_true", help=told)
+
+
 def add_json(add: Any, told: str = "print values as JSON") -> None:
     """Adds --json."""
-    add.add_argument("--json", action="store_true", help=told)
+    add_switch(add, "--json", told)
 
 
 def add_backend(add: Any) -> None:

@@ -16,6 +16,7 @@ from autopar.commands.arguments import (
     add_model,
     add_options,
     add_seed,
+    add_switch,
     path,
     text,
     text_or_nothing,
@@ -55,9 +56,7 @@ def add(add: Any) -> None:
     add_options(add, [name for name in OPTIONS if name != "microbatches"])
     usual = "of hf: models 4 a stage of each data parallel rank, at least 8"
     add_batch_sizes(add, usual, "--batch")
-    add.add_argument(
-        "--attention-mask", action="store_true", help="give hf: models one"
-    )
+    add_switch(add, "--attention-mask", "give hf: models one")
     add.add_argument(
         "--plan",
         type=path,
@@ -77,12 +76,10 @@ def add(add: Any) -> None:
         metavar="NxNAME|FILE",
         help="decide for each op what an axis splits, for these devices",
     )
-    add.add_argument(
-        "--unproved",
-        action="store_true",
-        help="do not prove that the plan computes what the model does",
+    add_switch(
+        add, "--unproved", "do not prove that the plan computes what the model does"
     )
-    add.add_argument("--meta", action="store_true", help="make no weights")
+    add_switch(add, "--meta", "make no weights")
     add_seed(add, "of weights and dropout")
     add.add_argument(
         *("-o", "--output"), type=path, default=Path("plan"), metavar="DIR",

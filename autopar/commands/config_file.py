@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.commands.arguments import Several, path
+from autopar.commands.arguments import Several, add_switch, path
 from autopar.commands.parser import Formatter
 from autopar.models.factories import near
 from autopar.passes.errors import AutoparError
@@ -42,10 +42,10 @@ def add_config(add: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="TOML with options; flags on the command line win",
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--print-config",
-        action="store_true",
-        help="print such a file, with all options as they are, and end",
+        "print such a file, with all options as they are, and end",
     )
 
 

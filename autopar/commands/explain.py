@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from autopar.commands.arguments import add_json, path
+from autopar.commands.arguments import add_json, add_switch, path
 from autopar.commands.devices import add_devices, read_devices
 from autopar.planner.planned import read_decided
 from autopar.planner.reprice import as_priced, formulas, reprice
@@ -23,12 +23,8 @@ def add(add: Any) -> None:
     """Adds the command's arguments."""
     add.set_defaults(command=explain_command)
     add.add_argument("plan", type=path, help="what `autopar plan -o` wrote")
-    add.add_argument(
-        "--reprice", action="store_true", help="capture the model, price it again"
-    )
-    add.add_argument(
-        "--formulas", action="store_true", help="what the numbers are made of"
-    )
+    add_switch(add, "--reprice", "capture the model, price it again")
+    add_switch(add, "--formulas", "what the numbers are made of")
     add_devices(add, required=False)
     add_json(add)
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from autopar.checkpoints.export import export
-from autopar.commands.arguments import add_json, path
+from autopar.commands.arguments import add_json, add_switch, path
 from autopar.progress import Progress
 
 EXAMPLES = (
@@ -28,9 +28,7 @@ def add(add: Any) -> None:
         metavar="FILE.pt|FILE.safetensors",
         help="what is written",
     )
-    add.add_argument(
-        "--ema", action="store_true", help="the averages of weights that --ema made"
-    )
+    add_switch(add, "--ema", "the averages of weights that --ema made")
     add_json(add, "print what was written where as JSON")
 
 

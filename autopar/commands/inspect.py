@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from autopar.checkpoints.checkpoint_files import is_checkpoint
-from autopar.commands.arguments import add_json, number, path
+from autopar.commands.arguments import add_json, add_switch, number, path
 from autopar.commands.stored import load_stored
 from autopar.reports.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.reports.inspection import report, report_data
@@ -26,7 +26,7 @@ def add(add: Any) -> None:
     add.add_argument(
         "--stage", type=number("stage"), help="print the modules of a stage"
     )
-    add.add_argument("--all", action="store_true", help="one row for each parameter")
+    add_switch(add, "--all", "one row for each parameter")
     add_json(add)
 
 

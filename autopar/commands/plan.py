@@ -16,6 +16,7 @@ from autopar.commands.arguments import (
     add_model,
     add_options,
     add_seed,
+    add_switch,
     path,
     text,
 )
@@ -69,10 +70,10 @@ def add(add: Any) -> None:
     add.add_argument(
         "-o", "--output", type=path, metavar="DIR", help="write the best plan"
     )
-    add.add_argument(
+    add_switch(
+        add,
         "--compile",
-        action="store_true",
-        help="and compile and prove it there, as `autopar compile MODEL --plan DIR -o "
+        "and compile and prove it there, as `autopar compile MODEL --plan DIR -o "
         "DIR` does, without another process's imports",
     )
     add_json(add)

@@ -20,6 +20,7 @@ from autopar.commands.arguments import (
     add_json,
     add_model,
     add_seed,
+    add_switch,
     number,
     numbers,
     path,
@@ -91,7 +92,7 @@ def add(add: Any) -> None:
         metavar="FILE",
         help="where it is kept (default: in the cache)",
     )
-    add.add_argument("--show", action="store_true", help="print what is known")
+    add_switch(add, "--show", "print what is known")
     add_json(add)
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autopar.commands.arguments import add_json, path
+from autopar.commands.arguments import add_json, add_switch, path
 from autopar.commands.devices import add_devices, read_devices
 from autopar.passes.errors import AutoparError
 from autopar.progress import Progress
@@ -38,13 +38,9 @@ def add(add: Any) -> None:
         metavar="FILE",
         help="of autopar run --log-file; those in the directory are taken as it is",
     )
-    add.add_argument(
-        "--formulas", action="store_true", help="capture the model for its formulas"
-    )
-    add.add_argument(
-        "--compiled",
-        action="store_true",
-        help="by what compiling measured, though there is an estimate",
+    add_switch(add, "--formulas", "capture the model for its formulas")
+    add_switch(
+        add, "--compiled", "by what compiling measured, though there is an estimate"
     )
     add_devices(add, required=False)
     add_json(add, "print the page's data as JSON, and write no page")

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from autopar.commands.arguments import MODEL, add_json, number, path, text
+from autopar.commands.arguments import MODEL, add_json, add_switch, number, path, text
 from autopar.passes.ranges import shown
 from autopar.progress import Progress
 from autopar.runtime.launch.join import default_device
@@ -36,9 +36,7 @@ def add(add: Any) -> None:
     add.add_argument(
         "--model", type=text, help=f"if it is not where the run had it: {MODEL}"
     )
-    add.add_argument(
-        "--ema", action="store_true", help="the averages of weights that --ema made"
-    )
+    add_switch(add, "--ema", "the averages of weights that --ema made")
     add_json(add, "print the prompt and the text as JSON")
 
 

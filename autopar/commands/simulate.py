@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from autopar.commands.arguments import add_json, path
+from autopar.commands.arguments import add_json, add_switch, path
 from autopar.commands.devices import add_devices, read_devices
 from autopar.progress import Progress
 from autopar.reports.simulated import simulated
@@ -24,10 +24,8 @@ def add(add: Any) -> None:
     add.set_defaults(command=simulate_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
     add.add_argument("--trace", type=path, metavar="FILE", help="for Perfetto")
-    add.add_argument(
-        "--compiled",
-        action="store_true",
-        help="by what compiling measured, though there is an estimate",
+    add_switch(
+        add, "--compiled", "by what compiling measured, though there is an estimate"
     )
     add_devices(add, required=False)
     add_json(add)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.commands.arguments import add_backend, add_json, path
+from autopar.commands.arguments import add_backend, add_json, add_switch, path
 from autopar.commands.stored import load_stored
 from autopar.compiler import compile_offline, proved
 from autopar.machine.backend import resolve_backend
@@ -35,18 +35,14 @@ def add(add: Any) -> None:
     """Adds the command's arguments."""
     add.set_defaults(command=verify_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
-    add.add_argument(
-        "--float64",
-        action="store_true",
-        help="compile the plan again in double precision",
-    )
-    add.add_argument(
+    add_switch(add, "--float64", "compile the plan again in double precision")
+    add_switch(
+        add,
         "--as-given",
-        action="store_true",
-        help="with the model's own weights and batch (default: with drawn ones)",
+        "with the model's own weights and batch (default: with drawn ones)",
     )
     add_backend(add)
-    add.add_argument("--all", action="store_true", help="one row for each parameter")
+    add_switch(add, "--all", "one row for each parameter")
     add_json(add)
 
 
