@@ -80,10 +80,9 @@ def proved(
     loss_fn: Callable[..., Any] | None = None,
 ) -> Program:
     """The program with its proof, see `compile_offline`."""
-    wanted = list(program.outputs)[program.metrics :]
     metrics = program.metrics > 0
     precision = program.plan.lowering
-    traced = capture_model(model, batch, loss_fn, precision, wanted, metrics)
+    traced = capture_model(model, batch, loss_fn, precision, program.wanted, metrics)
     proof = prove_program(program, model, batch, traced, loss_fn)
     return replace(program, proof=proof)
 

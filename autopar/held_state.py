@@ -47,10 +47,8 @@ class HeldState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Names of the state dict, and what of it every rank has whole: buffers, and
-        # parameters that no stage computes with.
-        self.names: list[str] = []
-        self.unused: dict[str, Tensor] = {}
+        self.names: list[str] = []  # of the state dict
+        self._whole: dict[str, Tensor] = {}
         self.form: OwnForm | None = None  # that a model has whose hooks make it
         self.configs: tuple[Any, ...] = ()  # that a Hugging Face model has beside it
         self._executor: Executor | None = None
@@ -128,6 +126,13 @@ class HeldState:
     def program(self) -> Program:
         return self.executor.program
 
+    @property
+    def unused(self) -> dict[str, Tensor]:
+        """What of the state dict every rank has whole, on the CPU: persistent buffers,
+        and parameters that no stage computes with."""
+        buffers = self.executor.buffers
+        return {n: buffers.get(n, x).cpu() for n, x in self._whole.items()}
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's shards, for any torch.optim optimizer; see `offload`."""
         yield from dict(self.named_parameters(recurse=recurse)).values()
@@ -204,7 +209,7 @@ class HeldState:
         Raises ModelMismatch, see `check_known`.
         """
         check_known(self.program, state)
-        for table in (self.executor.buffers, self.unused):
+        for table in (self.executor.buffers, self._whole):
             for name, value in table.items():
                 if name in state:
                     value.copy_(state[name])

@@ -25,6 +25,7 @@ from autopar.passes.mesh import PIPELINE
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import (
+    check_known,
     check_wants_none,
     checked_batch,
     checked_outputs,
@@ -93,7 +94,7 @@ class RankStep(HeldState):
         self._updates = Updates(program, parameters, grads, originals, comm.coords)
         if model is not None:
             self._originals = Originals(model, program, comm.coords)
-        self.names, self.unused, self._fixed = names, unused, fixed
+        self.names, self._whole, self._fixed = names, unused, fixed
 
     def __call__(self, *positional: Any, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
@@ -230,6 +231,7 @@ class RankStep(HeldState):
             like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)
+            check_known(self.program, self.executor.written())
             self._check_originals()
             if self._host is None:
                 self.executor.rebind()
@@ -238,14 +240,14 @@ class RankStep(HeldState):
         except AutoparError as error:
             self._agree().refuse(operation, error)
             raise
-        training = self.training_state()
+        held = self.training_state(), self.executor.buffers
         own = {name: batch[name] for name in tensors}
         samples = fields_of_samples(own, self.program.inputs)
         part = (data.index, samples) if local else None
         plain = torch.autocast(self.device.type, enabled=False)
         with (
             plain,
-            self._agree().on_batch(operation, own, self._updates, training, part),
+            self._agree().on_batch(operation, own, self._updates, held, part),
         ):
             yield data.fields(self.executor, own, local)
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from .capture.input_ranges import InputRange
 from .emit_modules import EmittedStage
-from .graph import Value
+from .graph import Graph, Value
 from .mesh import TIME
 from .ops.attention import ring_of
+from .part import Part
 from .program import OutputSpec, ParameterSpec, Program, StageSpec, dtype_name
 from .schedule_stages import Scheduled
 from .shard.collectives import collective
@@ -46,7 +47,7 @@ def assemble(
             for i, one in enumerate(emitted)
         ),
         tensors=_specs(staged, graph.params),
-        buffers=_specs(staged, graph.buffers),
+        buffers=_updated(traced.updates) | _specs(staged, graph.buffers),
         aliases=traced.aliases,
         inputs={v.name: (v.shape, dtype_name(v.dtype)) for v in graph.inputs},
         loss_pending=tuple(axis for axis, _ in loss.pending),
@@ -64,6 +65,7 @@ def assemble(
         ranges=ranges,
         outputs=_outputs(staged),
         metrics=traced.metrics,
+        updates=traced.updates,
         known=traced.known,
         own_masks=traced.own_masks,
         joined={
@@ -95,6 +97,27 @@ def _outputs(staged: Staged) -> dict[str, OutputSpec]:
             place=place,
         )
     return specs
+
+
+def _updated(updates: Mapping[str, Graph]) -> dict[str, ParameterSpec]:
+    """Buffers that updates read and make, as those that no stage computes with."""
+    read = [v for graph in updates.values() for v in graph.buffers]
+    made = [replace(graph.outputs[0], name=name) for name, graph in updates.items()]
+    return {
+        v.name: ParameterSpec(
+            shape=v.shape,
+            dtype=dtype_name(v.dtype),
+            factors=tuple((n,) for n in v.shape),
+            dims=tuple((f"d{i}",) for i in range(len(v.shape))),
+            slots=(((),),) * len(v.shape),
+            pending=(),
+            gathered=(),
+            stages=(),
+            trainable=False,
+            part=Part(v.name, v.shape, (0,) * len(v.shape)),
+        )
+        for v in (*read, *made)
+    }
 
 
 def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec]:

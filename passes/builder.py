@@ -94,3 +94,23 @@ def prune(graph: Graph, counted: Callable[[Node], bool] = lambda node: False) ->
         buffers=tuple(v for v in graph.buffers if v.name in needed),
         constants=tuple(v for v in graph.constants if v.name in needed),
     )
+
+
+def with_values(graph: Graph, change: Callable[[Value], Value]) -> Graph:
+    """The same graph with all its values changed."""
+
+    def values(own: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(map(change, own))
+
+    def changed(node: Node) -> Node:
+        outs = tuple(v and change(v) for v in node.outs)
+        return replace(node.substitute(change), outs=outs)
+
+    return Graph(
+        values(graph.inputs),
+        values(graph.params),
+        values(graph.buffers),
+        values(graph.constants),
+        tuple(map(changed, graph.nodes)),
+        values(graph.outputs),
+    ).verify()

@@ -29,6 +29,7 @@ from .shard.query_groups import group_remark, split_groups
 from .shard.remarks import find_remarks
 from .shard.separable import reads_whole
 from .shard.sort_rows import sort_rows
+from .shard.split_updates import split_updates, with_results
 from .stage.split_stages import split_stages
 from .watch import Watch
 
@@ -90,11 +91,14 @@ def lower(
     traced = lower_precision(traced, tables=bool(plan.parameter_axes))
     if traced.autocast:
         watch("lower_precision", traced)
-    normal = normalize(traced)
+    normal = with_results(normalize(traced))
     watch("normalize", normal)
     named = name_dims(normal)
     watch("name_dims", named)
     check_batch(named, plan, even)
+    whole, named = named, split_updates(named)
+    if named is not whole:
+        watch("split_updates", named)
     asked, plan = plan, split_groups(named, plan)
     sharded = propagate(named, plan)
     watch("propagate", sharded)

@@ -13,6 +13,7 @@ import torch
 
 from .capture.input_ranges import InputRange
 from .dims.name_dims import UNNAMED, dim_text
+from .graph import Graph
 from .mesh import PIPELINE, Mesh
 from .part import Part, part_name
 from .plan import Plan
@@ -162,8 +163,10 @@ class Program:
     remarks: what the user should know. ranges: batch field -> what its integers may be.
     proof: that it computes what the model does, in a plan directory's manifest.
     outputs: what comes back beside the loss, by name; metrics: how many of these, the
-    first, are scalars that every step tells. known: buffers of which the model asked
-    what is in them, as whether any of it is set -> the digest of what was.
+    first, are scalars that every step tells. updates: of each buffer that a step
+    changes, what that has after it, of what buffers had and of the last outputs.
+    known: buffers of which the model asked what is in them, as whether any of it is
+    set -> the digest of what was.
     own_masks: whether dropout leaves out other elements than where the model runs by
     itself.
     """
@@ -187,6 +190,7 @@ class Program:
     proof: Proof | None = None
     outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
     metrics: int = 0
+    updates: Mapping[str, Graph] = field(default_factory=dict)
     known: Mapping[str, int] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     own_masks: bool = False
@@ -194,6 +198,17 @@ class Program:
     @property
     def mesh(self) -> Mesh:
         return self.plan.mesh
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the outputs that updates of buffers are computed from."""
+        return tuple(v.name for g in self.updates.values() for v in g.inputs)
+
+    @property
+    def wanted(self) -> list[str]:
+        """Names of the outputs that were asked for."""
+        last = len(self.outputs) - len(self.sums)
+        return list(self.outputs)[self.metrics : last]
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
@@ -334,6 +349,7 @@ class Program:
             "ranges": {k: asdict(v) for k, v in self.ranges.items()},
             "outputs": {k: asdict(v) for k, v in self.outputs.items()},
             "metrics": self.metrics,
+            "updates": {k: str(v).split("\n") for k, v in self.updates.items()},
             "known": dict(self.known),
             "own_masks": self.own_masks,
         }

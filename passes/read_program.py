@@ -12,6 +12,7 @@ import torch
 
 from .decode import decode_fields, parse_json
 from .errors import AutoparError
+from .graph import Graph, InvalidGraph
 from .plan import AGAIN, Plan
 from .program import FORMAT, ParameterSpec, Program, coords_text
 from .schedule.footprint import COMMUNICATION_PARTS
@@ -34,14 +35,30 @@ def read_program(text: str, plan: Plan, modules: Mapping[str, str]) -> Program:
         raise ProgramError(f"{WHERE} is not of format {FORMAT}", fix=AGAIN)
     if "parameters" in data:  # as it was called when they were all of the model's
         data["tensors"] = data.pop("parameters")
-    written = {"schedule": tuple[str, ...], "literals": Mapping[str, _Literal]}
+    written = {
+        "schedule": tuple[str, ...],
+        "literals": Mapping[str, _Literal],
+        "updates": Mapping[str, tuple[str, ...]],
+    }
     read = decode_fields(Program, data, WHERE, ProgramError, AGAIN, written, ELSEWHERE)
     read["schedule"] = Schedule.parse("\n".join(read["schedule"]))
     read["literals"] = {k: v.tensor(k) for k, v in read["literals"].items()}
+    read["updates"] = {k: _update(k, v) for k, v in read.get("updates", {}).items()}
     program = Program(plan=plan, modules=modules, **read)
     for fault in _faults(program):
         raise ProgramError(f"{WHERE} contradicts itself: {fault}", fix=AGAIN)
     return program
+
+
+def _update(buffer: str, lines: tuple[str, ...]) -> Graph:
+    """What a step makes of a buffer. Raises: ProgramError."""
+    try:
+        return Graph.parse("\n".join(lines))
+    except InvalidGraph as error:
+        raise ProgramError(
+            f"the update of the buffer '{buffer}' in {WHERE} cannot be read: {error}",
+            fix=AGAIN,
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,12 @@ def _faults(program: Program) -> Iterator[str]:
         took = stage.took
         if min(took.forward, took.backward, took.weight, took.send) < 0:
             yield f"stage {i} takes less than no time"
+    for name, update in program.updates.items():
+        sources = {v.name for v in update.sources} - program.literals.keys()
+        if unknown := sorted(sources - program.buffers.keys() - {*program.outputs}):
+            yield f"the update of '{name}' reads '{unknown[0]}', which is not described"
+        if name not in program.buffers or len(update.outputs) != 1:
+            yield f"'{name}' is no buffer that a step can update"
     dtypes = {program.loss_dtype, *(dtype for _, dtype in program.inputs.values())}
     if unknown := sorted(dtypes - set(DTYPES)):
         yield f"{unknown[0]!r} is no dtype"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from .builder import Builder
 from .graph import Graph, Node, Value
@@ -41,15 +42,22 @@ class Repeater:
             for start in (self.first, self.second)
         ]
         self.strides = self._strides()
+        self.outputs: dict[str, Value] = {}  # of each layer, by name
         sources = {v.name for v in self.graph.sources}
         self.builder = Builder(sources | few.places.keys())
         self.constants = {v.name for v in self.graph.constants}
         fixed = [*(v.name for v in self.graph.inputs), *self.constants]
         self.origins = {name: (name, 0) for name in (*fixed, *few.places)}
 
-    def whole(self, order: Iterable[str], wholes: Mapping[str, str] = {}) -> Graph:
+    def whole(
+        self,
+        order: Iterable[str],
+        wholes: Mapping[str, str] = {},
+        outputs: Sequence[str] = (),
+    ) -> Graph:
         """The graph. order: of the names that it has for parameters and buffers.
-        wholes: of parameters that are parts of one of these, which.
+        wholes: of parameters that are parts of one of these, which. outputs: names of
+        the last outputs of the few, of which each layer has some.
 
         Raises: NotAlike where the second time a layer is not what it is the first time.
         """
@@ -69,14 +77,49 @@ class Repeater:
             nodes += (self.moved(node, part, self.copies) for node in self.parts[part])
         behind = len(self.parts) - 1
         places = {name: i for i, name in enumerate(order)}
+        last = len(self.graph.outputs) - len(outputs)
+        fixed, own = self.graph.outputs[:last], self.graph.outputs[last:]
+        for name, v in zip(outputs, own, strict=True):
+            self.outputs |= self._output(name, v)
         return Graph(
             self.graph.inputs,
             self.sources(self.graph.params, wholes, places),
             self.sources(self.graph.buffers, wholes, places),
             self.graph.constants,
             tuple(nodes),
-            tuple(self.now(v, behind, self.copies) for v in self.graph.outputs),
+            (
+                *(self.now(v, behind, self.copies) for v in fixed),
+                *self.outputs.values(),
+            ),
         ).verify()
+
+    def _output(self, name: str, v: Value) -> dict[str, Value]:
+        """An output of a layer, by its name: in all of them. Raises: NotAlike."""
+        part = self._part(name)
+        if self.few.places.get(v.name, (None,))[0] != part:
+            raise NotAlike
+        return {
+            self.renamed(name, part, n): self.then(v.name, n) for n in self._times(part)
+        }
+
+    def of_layers(self, name: str) -> dict[str, Callable[[str], str]]:
+        """A name of the few, as the whole has it: in each layer that there is; with how
+        other names of the few's layer are there."""
+        part = self._part(name)
+        ways = {
+            n: partial(self.renamed, part=part, copies=n) for n in self._times(part)
+        }
+        return {way(name): way for way in ways.values()}
+
+    def _part(self, name: str) -> int:
+        """The part that a name is of."""
+        layer = number_in(self.repeats.path, name)
+        return BEFORE if layer is None else FIRST + layer
+
+    def _times(self, part: int) -> range:
+        """So many blocks further on, each time, a part is what the whole has of it."""
+        times = range(self.copies + 1) if part >= self.second else range(1)
+        return times[-1:] if part >= self.end else times
 
     def moved(self, node: Node, part: int, copies: int) -> Node:
         """A node as it is so many blocks further on."""
@@ -129,11 +172,8 @@ class Repeater:
         """Parameters or buffers of all layers, from those of the few."""
         whole: list[tuple[int, Value]] = []
         for v in few:
-            layer = number_in(self.repeats.path, v.name)
-            part = BEFORE if layer is None else FIRST + layer
-            times = range(self.copies + 1) if part >= self.second else range(1)
-            named = wholes.get(v.name, v.name)
-            for n in times[-1:] if part >= self.end else times:
+            part, named = self._part(v.name), wholes.get(v.name, v.name)
+            for n in self._times(part):
                 new = replace(v, name=self.renamed(v.name, part, n))
                 self.origins[new.name] = v.name, n
                 whole.append((places[self.renamed(named, part, n)], new))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plans import small_model
+from processes import RankFailed, run_ranks
 from test_agreement import batch_of
 from test_updates import plain_model
 from torch import Tensor, nn
@@ -89,10 +90,6 @@ def test_a_model_that_is_changed_while_a_step_trains_is_told_of_once(
     assert "the model's 'norm.weight' was changed after" in told[0].getMessage()
 
 
-def write(model: Pruned) -> None:
-    model.mask[:2] = 0
-
-
 def replace(model: Pruned) -> None:
     model.mask = model.mask * 0.5
 
@@ -102,7 +99,6 @@ def another_layer(model: Pruned) -> None:
 
 
 CHANGES: list[tuple[Callable[[Pruned], Any], str]] = [
-    (write, "the model's 'mask' was changed"),
     (replace, "the model's 'mask' was changed"),
     (another_layer, r"the model's 'linear\.\w+' was changed"),
     (
@@ -146,9 +142,32 @@ def test_later_a_change_is_told_of(change, says, caplog) -> None:
 def test_what_is_advised_gives_a_step_a_buffer() -> None:
     model, step = pruned()
     step(**X)
-    model.mask[:2] = 0
+    model.mask = model.mask * 0.5
     step.load_state_dict({**step.state_dict(), "mask": model.mask})
     assert step(**X).item() == pytest.approx(model(**X).item())
+
+
+def test_a_step_has_the_buffers_of_the_model() -> None:
+    """What is written to them, as when weights are pruned step by step, counts."""
+    model, step = pruned()
+    for i in range(3):
+        model.mask[i] = 0
+        assert step(**X).item() == pytest.approx(model(**X).item())
+    assert torch.equal(step.state_dict()["mask"], model.mask)
+
+
+def test_buffers_are_written_to_alike_on_all_ranks() -> None:
+    with pytest.raises(RankFailed, match="the buffer 'mask' is not the same on"):
+        run_ranks(write_by_rank, 2, seconds=100)
+
+
+def write_by_rank() -> None:
+    torch.manual_seed(0)
+    model = Pruned()
+    step = autopar.compile(model, "dp=2", example_inputs=X)
+    step(**X)
+    model.mask[torch.distributed.get_rank()] = 0
+    step(**X)
 
 
 def test_a_buffer_that_forward_does_not_read_may_change(caplog) -> None:

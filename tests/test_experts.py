@@ -163,9 +163,10 @@ def test_a_balance_loss_over_the_whole_batch() -> None:
 
 
 def test_a_balance_loss_over_the_whole_batch_needs_all_of_it_at_once() -> None:
-    with pytest.raises(LossNotSeparable, match="whole batch") as caught:
+    with pytest.raises(LossNotSeparable, match="only its share of this") as caught:
         balanced_mixture().compile("dp=2", 2)
     assert "modeling_mixtral.py" in str(caught.value)
+    assert "microbatches=1" in str(caught.value)
 
 
 @pytest.mark.slow

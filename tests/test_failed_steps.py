@@ -95,7 +95,7 @@ def test_after_a_failure_ranks_wait_before_they_begin_the_next_step() -> None:
     agreement = Noted(program)
     for i in range(FIRST + 4):
         steps = {"steps": min(i, FIRST + 2)}  # that were done
-        with suppress(IndexError), agreement.on_batch("step", {}, updates, steps):
+        with suppress(IndexError), agreement.on_batch("step", {}, updates, (steps, {})):
             if i == FIRST + 2:
                 raise IndexError
     # After 4 steps they compare weights.

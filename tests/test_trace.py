@@ -214,37 +214,6 @@ def test_a_branch_on_data_is_shown_at_its_line() -> None:
     assert "torch.where" in error.value.fix
 
 
-class Counted(nn.Module):
-    """Two ways of counting calls in a buffer."""
-
-    def __init__(self, in_place: bool, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.in_place = in_place
-        self.register_buffer("calls", torch.zeros(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.in_place:
-            self.calls.add_(1)
-        else:
-            self.calls = self.calls + 1
-        return x.sum()
-
-
-@pytest.mark.parametrize("shape", [(), (2,)])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_changed_buffer_is_named(in_place: bool, shape: tuple[int, ...]) -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Counted(in_place, shape)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    with pytest.raises(CaptureError, match=r"buffer 'inner.calls'"):
-        trace(Nested(), {"x": torch.ones(3)})
-
-
 def test_running_statistics_may_be_frozen() -> None:
     model = nn.Sequential(nn.BatchNorm1d(6))
     fields = {"input": batch()["x"]}
@@ -252,7 +221,7 @@ def test_running_statistics_may_be_frozen() -> None:
     def loss_fn(out: Tensor, _: dict[str, Tensor]) -> Tensor:
         return out.square().sum()
 
-    with pytest.raises(CaptureError, match=r"buffer '0.num_batches_tracked'"):
+    with pytest.raises(CaptureError, match=r"buffer '0.running_mean'"):
         trace(model, fields, loss_fn)
     traced = trace(model.eval(), fields, loss_fn)
     wanted = model(fields["input"]).square().sum()

@@ -18,6 +18,7 @@ from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.capture.chance import is_generator
@@ -287,6 +288,32 @@ def left_as_found(
     """Around forwards whose changes are put back."""
     as_found = AsFound.of(model, loss_fn)
     try:
-        yield
+        with buffers_kept(model):
+            yield
     finally:
         as_found.put_back()
+
+
+@contextmanager
+def buffers_kept(
+    model: nn.Module, written: dict[str, Tensor] | None = None
+) -> Iterator[None]:
+    """Around forwards with numbers, which may write to buffers: they are what they were
+    again. written: is given what those had that were written to, by name."""
+    before = [
+        (module._buffers, name, f"{path}.{name}".lstrip("."), b, b._version, b.clone())
+        for path, module in model.named_modules()
+        for name, b in module._buffers.items()
+        if b is not None and not b.is_meta
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for table, name, path, b, version, value in before:
+                if table[name] is b and b._version == version:
+                    continue
+                if written is not None and table[name] is not None:
+                    written[path] = table[name].detach().clone()
+                table[name] = b
+                b.copy_(value)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from autopar.capture.capture_model import capture_model
 from autopar.capture.left_as_found import AsFound, left_as_found
 from autopar.capture.shorten import of_few_layers
+from autopar.passes.capture.buffer_updates import after_step
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.called import Call, Calls
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
@@ -121,7 +122,8 @@ def _compare_numbers(untouched: Untouched, traced: Traced, seed: int) -> Beside:
             limits = _limits(untouched, values, inputs, key)
             graph = {**inputs, **weights, **buffers, **traced.literals}
             with default_dtype(torch.float64):
-                ours = result_of_model(*run_graph(traced, graph, key)[:2])
+                loss, gradients, outputs = run_graph(traced, graph, key)
+                ours = result_of_model(loss, gradients, outputs=outputs)
                 want = _in_double(untouched, values, inputs, key, limits)
         except (AutoparError, *REFUSED) as error:
             problem = str(error).partition("\n")[0]
@@ -167,8 +169,10 @@ def _in_double(
         Arithmetic(double=True),
         Limits(limits),
     ):
-        step = reference_step(model, batch, untouched.loss_fn, key)
-    return result_of_model(*step)
+        written: dict[str, Tensor] = {}
+        step = reference_step(model, batch, untouched.loss_fn, key, written=written)
+    outputs = {after_step(name): x for name, x in written.items()}
+    return result_of_model(*step, outputs=outputs)
 
 
 def _agreed(
@@ -180,7 +184,8 @@ def _agreed(
     }
     if not compared:  # the loss alone
         gradients = {}
-    errors = differences(ours, result_of_model(want.loss, gradients))
+    wanted = result_of_model(want.loss, gradients, outputs=want.outputs)
+    errors = differences(ours, wanted)
     worst = max(errors, key=errors.__getitem__)
     if errors[worst] <= TOLERANCE:
         return Beside(NUMBERS, len(errors), worst, errors[worst])

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from autopar.passes.builder import with_values
+from autopar.passes.graph import Graph, Node
 from autopar.passes.program import ParameterSpec, Program
 
 # What every real number is computed in.
@@ -79,11 +81,21 @@ def program_in_double(program: Program) -> Program:
         known={},
         inputs={k: (shape, name(d)) for k, (shape, d) in program.inputs.items()},
         literals={k: in_double(x) for k, x in program.literals.items()},
+        updates={k: _graph_in_double(graph) for k, graph in program.updates.items()},
         loss_dtype=name(program.loss_dtype),
         outputs={
             k: replace(out, dtype=name(out.dtype)) for k, out in program.outputs.items()
         },
     )
+
+
+def _graph_in_double(graph: Graph) -> Graph:
+    def with_arguments(node: Node) -> Node:
+        args, kwargs = tree_in_double((node.args, {**node.kwargs}))
+        return replace(node, args=args, kwargs=kwargs)
+
+    graph = replace(graph, nodes=tuple(map(with_arguments, graph.nodes)))
+    return with_values(graph, lambda v: replace(v, dtype=DOUBLE.get(v.dtype, v.dtype)))
 
 
 def _text_in_double(text: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checkpoints.memory import Memory
+from autopar.passes.capture.buffer_updates import after_step
 from autopar.passes.program import Program
 from autopar.progress import tell
 from autopar.proof.errors import (
@@ -123,7 +124,10 @@ def _run_rank(
     """Runs the steps on one rank. memory: checkpoints that all ranks write."""
     comm = step.comm
     held, executor = dict(step.named_parameters()), step.executor
-    own = Watch("buffer", executor.buffers)
+    buffers = executor.buffers
+    before = {name: buffers[name].clone() for name in program.updates}
+    others = {n: x for n, x in buffers.items() if n not in before}
+    own = Watch("buffer", others)
     results = []
     for number, inputs in enumerate(steps):
         _set_weights(step, inputs.weights)
@@ -136,12 +140,15 @@ def _run_rank(
         grads = {n: p.grad for n, p in held.items() if p.grad is not None}
         shards = {n: g.as_subclass(Tensor).clone() for n, g in grads.items()}
         norm = gradient_norm(program, comm, shards).item()
-        outputs = executor.outputs.wholes(list(program.outputs))
+        names = [n for n in program.outputs if n not in program.sums]
+        outputs = executor.outputs.wholes(names)
+        outputs |= {after_step(name): buffers[name].clone() for name in before}
+        step.set_whole(before)
         results.append(_OfRank(loss, shards, norm, outputs))
         own.check()
         if inputs.update is not None:
             results[-1].updated = update_rank(step, inputs.update, memory)
-            own = Watch("buffer", executor.buffers)
+            own = Watch("buffer", others)
         for p in held.values():
             p.grad = None
     for inputs, one in zip(steps, results, strict=True) if evaluate else ():
@@ -149,6 +156,7 @@ def _run_rank(
         told = inputs.replay
         comm.state.replay = None if told is None else RoutingReplay(told.told)
         one.evaluated = step.evaluate(**_batch(program, inputs))
+        step.set_whole(before)
     own.check()
     return results
 
@@ -224,8 +232,7 @@ def _set_weights(step: RankStep, wholes: Mapping[str, Tensor]) -> None:
     """Writes into the rank's shards, as an optimizer does, and into what is whole."""
     for name, p in step.named_parameters():
         p.copy_(_own(step.program, step.comm, name, wholes))
-    for name, x in step.unused.items():
-        x.copy_(wholes.get(name, x))
+    step.set_whole({name: wholes[name] for name in step.unused if name in wholes})
 
 
 # --- what ranks found, joined -------------------------------------------------------
@@ -236,6 +243,9 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> StepResult:
     _agree("the loss", [one.loss.item() for one in ranks])
     _agree("the norm of gradients", [one.norm for one in ranks])
     first = ranks[0]
+    for name, x in first.outputs.items():
+        if not all(torch.equal(x, one.outputs[name]) for one in ranks):
+            raise VerificationFailed(f"ranks have different values of '{name}'")
     if first.evaluated is not None:
         losses = [one.evaluated.item() for one in ranks if one.evaluated is not None]
         _agree("the loss without dropout", losses)

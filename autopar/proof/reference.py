@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from autopar.capture.left_as_found import buffers_kept
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
 from autopar.passes.graph import resolve
@@ -175,19 +176,27 @@ def reference_step(
     key: int | None = 0,
     precision: Lowering = None,
     choosing: Choosing | None = None,
+    written: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and every gradient of `model(**batch)`, by the model's own names.
 
     key: of random numbers and masks of dropout; None: there is no dropout, and torch
     draws. precision: what the model runs in. float16 comes with a loss
     scale: the greatest power of two, up to that of `LossScale`, without an overflow.
-    choosing: notes what routers choose, or tells them.
+    choosing: notes what routers choose, or tells them. written: is given what buffers
+    have then that forward writes to.
 
-    `.grad` of the model is left as it was.
+    `.grad` of the model is left as it was, and its buffers are.
     """
     device = next(p.device.type for p in model.parameters())
     own = parameters_in(model, precision)
-    with own, OurChance(key), choosing or nullcontext(), torch.enable_grad():
+    with (
+        buffers_kept(model, written),
+        own,
+        OurChance(key),
+        choosing or nullcontext(),
+        torch.enable_grad(),
+    ):
         with autocast(precision, device):
             loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}

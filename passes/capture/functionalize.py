@@ -6,13 +6,19 @@ new value put back (`views`), and other views of that are taken anew when they a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..builder import Builder
+from ..capture.buffer_updates import (
+    Functional,
+    refuse_later_reads,
+    refuse_write,
+    sum_apart,
+)
 from ..capture.overlaps import overlap_in_part
 from ..capture.views import is_view, put_back
 from ..errors import CaptureError
@@ -21,19 +27,6 @@ from ..ops.arguments import arguments, shows_operand
 from ..ops.evaluate import results_like
 from ..ops.op import op_of
 from ..ops.random import draw_of
-
-# What to do about a model that counts, or keeps averages.
-OUTSIDE = (
-    "compute it anew in each forward; freeze running statistics by .eval(); leave out "
-    "what only counts by `if not torch.compiler.is_exporting():` before it; return "
-    "beside the loss what a loop needs of each step (step.metrics), as loads of experts"
-)
-# And about one that confines its parameters.
-AFTERWARDS = (
-    "leave it out of forward (by model.eval(), where it is for training alone), and do "
-    "it after optimizer.step(), under torch.no_grad(), to the parameters that are "
-    "trained: dict(step.named_parameters())"
-)
 
 # Written in place -> the form that makes a new value, where it has another name.
 NEW = {
@@ -49,35 +42,61 @@ LITERAL = "aten.lift_fresh_copy"
 
 
 def functionalize(
-    graph: Graph, memory: Mapping[str, Hashable], trained: Collection[str] = ()
-) -> Graph:
+    graph: Graph,
+    memory: Mapping[str, Hashable],
+    trained: Collection[str] = (),
+    assigned: Sequence[str] = (),
+) -> Functional:
     """Returns the same graph without ops that write in place.
 
     memory: value name -> the memory in which the model had it, where that is known.
-    trained: names of parameters that change from step to step.
-    A write to the batch makes a new value too: the caller's tensor stays as it was.
-    Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
-    tensor that the model holds) unless each forward fills it with the same before any
-    reads it, as a table is filled; or to memory that is read later by a name of which
-    it is not sure that it is a view, and on random numbers that `passes.ops.random`
-    does not know.
+    trained: names of parameters that change from step to step. assigned: buffers whose
+    values after it are the graph's last outputs.
+    A write to the batch makes a new value too: the caller's tensor stays as it was. One
+    to a buffer makes what it has after the step, unless each forward fills it with the
+    same before any reads it, as a table is filled.
+    Raises: CaptureError on a write to what else outlives the step (a parameter, a
+    tensor that the model holds), where the graph's outputs depend on what a buffer has
+    after a write; or to memory that is read later by a name of which it is not sure
+    that it is a view, and on random numbers that `passes.ops.random` does not know.
     """
-    known = _Memory(graph, memory, trained)
+    changing = set(trained)
+    while True:  # a table that is filled from a buffer that a step changes is none
+        known = _Memory(graph, memory, changing)
+        made = _without_writes(graph, known, assigned)
+        if known.updates <= changing:
+            return made
+        changing |= known.updates
+
+
+def _without_writes(
+    graph: Graph, known: _Memory, assigned: Sequence[str]
+) -> Functional:
     nodes = known.builder.nodes
     for position, node in enumerate(graph.nodes):
         _refuse_chance(node)
+        known.refuse_statistics(node)
         new = node.substitute(known.now)
         if _operator(node)._schema.is_mutable:
-            target = _target(node, known, position)
+            target = _target(node, known)
             known.check_reads(target, node)
             shared = known.check(target, node, position)
-            nodes += _written(known.builder, replace(new, op=_without_write(node)))
+            new = replace(new, op=_without_write(node))
+            if known.is_updated(target):
+                *before, new = sum_apart(known.builder, new)
+                nodes += before
+            nodes += _written(known.builder, new)
             known.write(target, node.out, shared)
         else:
             known.note_views(node)
             nodes.append(new)
-    outputs = tuple(map(known.now, graph.outputs))
-    return replace(graph, nodes=tuple(nodes), outputs=outputs).verify()
+    (*outputs,) = map(known.now, graph.outputs)
+    count = len(outputs) - len(assigned)
+    updated = known.updated() | dict(zip(assigned, outputs[count:], strict=True))
+    del outputs[count:]
+    made = replace(graph, nodes=tuple(nodes), outputs=(*outputs, *updated.values()))
+    refuse_later_reads(made.verify(), len(outputs), set(updated), known.written)
+    return Functional(made, updated)
 
 
 def _written(builder: Builder, node: Node) -> list[Node]:
@@ -134,9 +153,9 @@ class _Memory:
     """Which values are the same tensor, and which share memory."""
 
     def __init__(
-        self, graph: Graph, memory: Mapping[str, Hashable], trained: Collection[str]
+        self, graph: Graph, memory: Mapping[str, Hashable], changing: Collection[str]
     ) -> None:
-        self.graph, self.memory, self.trained = graph, memory, trained
+        self.graph, self.memory, self.changing = graph, memory, changing
         self.tensor: dict[str, str] = {}  # another name of a tensor -> its first name
         self.current: dict[str, Value] = {}  # first name -> what the tensor holds now
         self.root: dict[str, str] = {}  # first name -> whose memory it sees
@@ -151,6 +170,9 @@ class _Memory:
         self.lasting = {v.name: "parameter" for v in graph.params}
         self.lasting |= {v.name: "buffer" for v in graph.buffers}
         self.lasting |= {v.name: "constant" for v in graph.constants}
+        self.buffers = {v.name: v for v in graph.buffers}
+        self.updates: set[str] = set()  # buffers that are written to
+        self.written: set[str] = set()  # what these writes make
         for position, node in enumerate(graph.nodes):
             for v in node.operands:
                 self.last_read[v.name] = position
@@ -202,17 +224,14 @@ class _Memory:
         first = self._first(target.name)
         root = self._root(target.name)
         write = short(node.op)
-        if root in self.lasting and not self._fills_table(node, target, position):
-            raise CaptureError(
-                f"'{write}' changes the model's {self.lasting[root]} '{root}' in "
-                "forward, which has no meaning when ranks run different microbatches",
-                source=str(node.location),
-                fix=AFTERWARDS if self.lasting[root] == "parameter" else OUTSIDE,
-            )
+        lasts = root in self.lasting
+        if lasts and not self._fills_table(node, target, position):
+            self._write_lasting(root, node)
         others = [
             name
             for name in self.sharers.get(root, [])
-            if self._first(name) != first and self.last_read.get(name, -1) > position
+            if self._first(name) != first
+            and (self.last_read.get(name, -1) > position or name in self.updates)
         ]
         for other in others:
             if not (self._is_view(first, root) and self._is_view(other, root)):
@@ -225,6 +244,35 @@ class _Memory:
                     "torch.where or torch.cat instead of x[...] = y",
                 )
         return bool(others)
+
+    def _write_lasting(self, root: str, node: Node) -> None:
+        """A buffer has another value after the step; nothing else may."""
+        if root in self.buffers:
+            self.updates.add(root)
+        else:
+            refuse_write(self.lasting[root], root, node)
+
+    def check_lasting(self, target: Value, node: Node) -> None:
+        """Refuses a write to what lasts, by an op that returns something else."""
+        if (root := self._root(target.name)) in self.lasting:
+            refuse_write(self.lasting[root], root, node)
+
+    def refuse_statistics(self, node: Node) -> None:
+        """Refuses a norm that writes the statistics of the batch to its buffers, which
+        its schema does not say."""
+        by_batch = node.arg("training") or node.arg("use_input_stats")
+        running = node.arg("running_mean")
+        if by_batch and isinstance(running, Value):
+            self.check_lasting(running, node)
+
+    def is_updated(self, target: Value) -> bool:
+        """Whether a tensor is a buffer, or a part of one, that is written to."""
+        return self._root(target.name) in self.updates
+
+    def updated(self) -> dict[str, Value]:
+        """What each buffer has that was written to, after it."""
+        changed = {k: v for k, v in self.buffers.items() if k in self.updates}
+        return {name: self.now(v) for name, v in changed.items()}
 
     def check_reads(self, target: Value, node: Node) -> None:
         """Refuses a write that reads what it has just written: what comes of it
@@ -261,7 +309,7 @@ class _Memory:
             if any(self._root(v.name) == root for v in read):
                 return False
         alike = {v.name for v in (*self.graph.buffers, *self.graph.constants)}
-        alike |= self.params - set(self.trained)
+        alike = (alike | self.params) - set(self.changing)
         for made in self.builder.nodes:
             seeded = torch.Tag.nondeterministic_seeded in _operator(made).tags
             if not seeded and all(v.name in alike for v in made.operands):
@@ -284,6 +332,8 @@ class _Memory:
         root = self._root(first)
         self.tensor[result.name] = first
         self.sharers.setdefault(root, [root]).append(result.name)
+        lasts = root in self.updates
+        self.written |= {result.name} if lasts else set()
         if not shared:
             self.current[first] = result
             return
@@ -292,6 +342,7 @@ class _Memory:
         for part in path[:-1]:
             base = self.now(self.views[part].operands[0])
             values.append(put_back(self.builder, self.views[part], base, values[-1]))
+        self.written |= {v.name for v in values} if lasts else set()
         self.writes[root] = self.writes.get(root, 0) + 1
         for name, value in zip(path, values, strict=True):
             self.current[name], self.seen[name] = value, self.writes[root]
@@ -311,7 +362,7 @@ class _Memory:
         return self.root.get(first, first)
 
 
-def _target(node: Node, known: _Memory, position: int) -> Value:
+def _target(node: Node, known: _Memory) -> Value:
     """The tensor that a node writes to."""
     schema = _operator(node)._schema.arguments
     written = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
@@ -320,8 +371,8 @@ def _target(node: Node, known: _Memory, position: int) -> Value:
         return value
     # What the model keeps cannot be written by any form of the call.
     for name in written:
-        if isinstance(value := node.kwargs.get(name), Value):
-            known.check(value, node, position)
+        if isinstance(value := node.arg(name), Value):
+            known.check_lasting(value, node)
     raise CaptureError(
         f"'{short(node.op)}' writes into an argument that is not its first one",
         source=str(node.location),

@@ -34,7 +34,9 @@ def put_together(looped: Traced, batched: Traced) -> Traced:
         (one.outputs[0], new(other.outputs[0])),
     )
     graph = prune(replace(one, nodes=nodes, outputs=losses)).verify()
-    return replace(looped, graph=graph, outputs=("",), metrics=0, loops=None)
+    return replace(
+        looped, graph=graph, outputs=("",), metrics=0, updated=(), loops=None
+    )
 
 
 def of_each(both: Traced) -> tuple[Traced, ...]:

@@ -27,11 +27,13 @@ from ..replaced import replaced
 
 @dataclass
 class Beside:
-    """Names of what comes out beside the loss; metrics come first. Apart from the
-    module, whose attributes export puts back."""
+    """Names of what comes out beside the loss; metrics come first. assigned: buffers
+    that forward gave new tensors, which come out after these. Apart from the module,
+    whose attributes export puts back."""
 
     names: tuple[str, ...] = ()
     metrics: int = 0
+    assigned: tuple[str, ...] = ()
 
 
 class LossModule(nn.Module):
@@ -86,24 +88,35 @@ class LossModule(nn.Module):
                 # Here, as torch prints all that it has traced so far.
                 read = self.unseen.read
                 raise capture_failed(error, self, fields, read) from error
-        self._refuse_new_buffers(before)
+        assigned = self._assigned(before)
         if not self.with_metrics:
             returned = replace(returned, metrics={})
         beside = returned.select(self.wanted)
         self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
-        return (self.functions.add_to(returned.loss), *beside.values())
+        self.beside.assigned = tuple(assigned)
+        loss = self.functions.add_to(returned.loss)
+        return (loss, *beside.values(), *assigned.values())
 
-    def _refuse_new_buffers(self, before: Mapping[str, torch.Tensor]) -> None:
-        """`self.count = self.count + 1` leaves no trace in the exported graph. A table
-        that is made anew, of what stays as it is, is the same in each step."""
+    def _assigned(self, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What buffers have after `self.count = self.count + 1`, which leaves no trace
+        in the exported graph; but for tables that are made anew, of what stays as it
+        is, and are the same in each step. Raises: CaptureError."""
         after = dict(self.model.named_buffers())
-        new = {name for name, x in before.items() if after.get(name) is not x}
+        new = {name: after.get(name) for name, x in before.items()}
+        new = {name: x for name, x in new.items() if x is not before[name]}
+        assigned: dict[str, torch.Tensor] = {}
         for name in sorted(new):
-            of = self.unseen.known.buffers_of(after.get(name))
-            if of is None or of & new:
+            x, of = new[name], self.unseen.known.buffers_of(new[name])
+            if of is not None and not of & new.keys():
+                continue
+            kind = before[name].shape, before[name].dtype
+            if x is None or (x.shape, x.dtype) != kind:
                 raise CaptureError(
-                    f"forward assigns a new tensor to the model's buffer '{name}', "
-                    "which has no meaning when ranks run different microbatches",
-                    fix="keep running statistics out of forward, or freeze them with "
-                    ".eval()",
+                    f"forward assigns to the model's buffer '{name}' "
+                    + ("nothing" if x is None else f"a {x.dtype} of {tuple(x.shape)}")
+                    + f", which is a {kind[1]} of {tuple(kind[0])}",
+                    fix="keep it in an attribute that is no buffer, or assign a tensor "
+                    "of its shape and dtype",
                 )
+            assigned[name] = x
+        return assigned

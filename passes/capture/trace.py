@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.buffer_updates import after_step
 from ..capture.call_model import only_by_any_keyword
 from ..capture.choose_rows import remark_on_loops
 from ..capture.chosen_rows import keep_all_rows
@@ -42,6 +43,7 @@ from ..capture.traced import Traced
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import NO_NUMBER, capture_failed
 from ..digest import digest
+from ..dims.origins import find_reached
 from ..errors import CaptureError
 from ..graph import SOURCES, Graph
 from ..layers import Layered, NotAlike, Repeats
@@ -104,7 +106,7 @@ def trace(
         graph=graph,
         trainable=trainable,
         joined=joined,
-        outputs=names,
+        outputs=(*names, *map(after_step, traced.updated)),
         metrics=count,
     )
     remarks += (OWN_MASKS,) * traced.own_masks
@@ -213,7 +215,7 @@ def _capture(
     reader = ExportReader(place, device.type, dtype)
     reader.values_read = wrapper.unseen.read
     reader.rows.limits = limits or {}
-    return _read(exported, model, list(tensors), reader)
+    return _read(exported, model, list(tensors), reader, wrapper.beside.assigned)
 
 
 def run_without_data(
@@ -269,13 +271,14 @@ def _capture_repeats(
     try:
         few, _ = _batch_loops(few)
         repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
-        graph = repeater.whole(names_of(model))
+        graph = repeater.whole(names_of(model), outputs=few.updated)
     except (CaptureError, NotAlike):
         return None
     dtypes = {v: few.autocast.get(of) for v, (of, _) in repeater.origins.items()}
     return replace(
         few,
         graph=graph,
+        updated=tuple(repeater.outputs),
         aliases=aliases_of(model),
         trainable=_trainable(model, graph),
         autocast={v: dtype for v, dtype in dtypes.items() if dtype},
@@ -294,7 +297,7 @@ def _batch_loops(traced: Traced) -> tuple[Traced, tuple[str, ...]]:
 
 def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:
     sources = {v.name for v in graph.sources}
-    for name, v in zip(names, graph.outputs[1:], strict=True):
+    for name, v in zip(names, graph.outputs[1:], strict=False):
         if v.name in sources:
             raise CaptureError(
                 f"the output '{name}' is no result: it is '{v.name}', which the model "
@@ -354,8 +357,10 @@ def _read(
     model: nn.Module,
     fields: list[str],
     reader: ExportReader,
+    assigned: Sequence[str],
 ) -> Traced:
-    """Turn the exported program into our graph."""
+    """Turn the exported program into our graph. assigned: buffers whose new values are
+    its last outputs."""
     wanted = {n for n, p in model.named_parameters() if p.requires_grad}
     sources, literals = read_sources(exported, model, fields, reader)
     inputs, params, buffers, constants = (tuple(sources[kind]) for kind in SOURCES)
@@ -363,14 +368,20 @@ def _read(
     reader.read(exported.graph_module)
     nodes = tuple(reader.builder.nodes)
     graph = Graph(inputs, params, buffers, constants, nodes, reader.outputs)
-    graph = functionalize(graph.verify(), reader.memory, wanted)
-    graph, names = order_tables(graph)
+    functional = functionalize(graph.verify(), reader.memory, wanted, assigned)
+    graph, names = order_tables(functional.graph)
     autocast = {names.get(v, v): dtype for v, dtype in reader.autocast.items()}
     asked = tuple(replace(v, name=names.get(v.name, v.name)) for v in reader.asked)
-    aliases, trainable = aliases_of(model), _trainable(model, graph)
-    own_masks = has_own_masks(graph)
-    traced = Traced(graph, aliases, literals, trainable, autocast, asked=asked)
-    return replace(traced, own_masks=own_masks)
+    return Traced(
+        graph,
+        aliases_of(model),
+        literals,
+        _trainable(model, graph),
+        autocast,
+        asked=asked,
+        own_masks=has_own_masks(graph),
+        updated=tuple(functional.updated),
+    )
 
 
 def _trainable(model: nn.Module, graph: Graph) -> frozenset[str]:
@@ -380,13 +391,6 @@ def _trainable(model: nn.Module, graph: Graph) -> frozenset[str]:
 
 
 def _without_gradient(graph: Graph) -> set[str]:
-    """Parameters that are read, but of which the loss has no gradient: behind a detach,
-    or only by what gives no real numbers. To torch it is None, and no optimizer touches
-    them; 0 would be another thing, as to weight decay."""
-    reached = {graph.outputs[0].name}
-    for node in reversed(graph.nodes):
-        kinds = {v.dtype for v in node.results if v.name in reached}
-        real = any(kind.is_floating_point or kind.is_complex for kind in kinds)
-        if node.op != "aten.detach.default" and real:
-            reached.update(v.name for v in node.operands)
-    return {v.name for v in graph.params} - reached
+    """Parameters that are read, but of which the loss has no gradient. To torch it is
+    None, and no optimizer touches them; 0 is another thing, as to weight decay."""
+    return {v.name for v in graph.params} - find_reached(graph)

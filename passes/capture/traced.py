@@ -28,7 +28,9 @@ class Traced:
     any. known: buffers of which it asked what is in them -> the digest of what was.
     own_masks: whether dropout leaves out other elements than where the model runs by
     itself, see `has_own_masks`. loops: where loops over experts are one step, the model
-    (or a few of its layers) as it was read, and with its loops as one step.
+    (or a few of its layers) as it was read, and with its loops as one step. updated:
+    buffers that forward writes to; what they have after it are the last outputs, until
+    these are the sums of the batch from which `updates` compute it, by buffer.
     """
 
     graph: Graph
@@ -45,6 +47,8 @@ class Traced:
     known: Mapping[str, int] = field(default_factory=dict)
     own_masks: bool = False
     loops: tuple[Traced, Traced] | None = None
+    updated: tuple[str, ...] = ()
+    updates: Mapping[str, Graph] = field(default_factory=dict)
 
     @property
     def named_outputs(self) -> dict[str, Value]:

@@ -44,13 +44,25 @@ def is_real_or_complex(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def find_reached(graph: Graph) -> set[str]:
+    """Names of the values that the loss, its first output, sends a gradient to, if they
+    take one: not behind a detach, or through what gives no real numbers."""
+    reached = {graph.outputs[0].name}
+    for node in reversed(graph.nodes):
+        if node.op == "aten.detach.default":
+            continue
+        if any(v.name in reached and is_real_or_complex(v.dtype) for v in node.results):
+            reached.update(v.name for v in node.operands)
+    return reached
+
+
 def find_differentiable(graph: Graph, trainable: Collection[str]) -> frozenset[str]:
-    """Names of the values that a gradient flows through: real or complex, and made from
-    a trainable parameter without a detach in between."""
+    """Names of the values that a gradient flows through: real or complex, made from a
+    trainable parameter without a detach in between, and the loss from them."""
     flows = {v.name for v in graph.params if v.name in trainable}
     for node in graph.nodes:
         if node.op == "aten.detach.default":
             continue
         if any(v.name in flows for v in node.operands):
             flows.update(v.name for v in node.results if is_real_or_complex(v.dtype))
-    return frozenset(flows)
+    return frozenset(flows & find_reached(graph))

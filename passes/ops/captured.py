@@ -58,12 +58,6 @@ OPS = (
     Op("aten.rsub", "self other alpha", shrunk=shrunk.comparison),
     *(Op(f"aten.{name}", heeds, autocast="wide") for name, heeds in WIDE.items()),
     Op(
-        "aten.histc",
-        "self bins min max",
-        extents=extents.counted,
-        shrunk=shrunk.histogram,
-    ),
-    Op(
         "aten.group_norm",
         "input num_groups weight bias eps cudnn_enabled",
         autocast="wide",

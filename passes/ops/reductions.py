@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..graph import Node, Value
-from ..ops import extents
+from ..ops import extents, shrunk
 from ..ops.cotangents import Cotangents
 from ..ops.notation import letters, marked, spell
 from ..ops.op import Op, OutCotangents
@@ -35,6 +35,13 @@ def reduced(suffix: str) -> Callable[[Node], str]:
         return spell(operand, out)
 
     return rule
+
+
+def binned(node: Node) -> str:
+    """histc: how many there are in each bin, of bins that do not depend on them."""
+    low, high = node.named("min max")
+    x = letters(len(node.operands[0].shape))
+    return spell(marked(x, range(len(x)), "+" if low < high else "!"), ["n!"])
 
 
 def along(node: Node, name: str = "dim") -> str:
@@ -113,6 +120,14 @@ OPS = (
         "default(x(a, b)); dim(x(a, b, c), (-1,), True)",
         finite="kept",
         autocast="wide",
+    ),
+    Op(
+        "aten.histc",
+        "self bins min max",
+        binned,
+        "default(x(a, b), 4, -1, 1); default(x(a), 4)",
+        extents=extents.counted,
+        shrunk=shrunk.histogram,
     ),
     Op(
         "aten.amax",

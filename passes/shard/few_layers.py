@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from ..builder import with_values
+from ..capture.buffer_updates import after_step
 from ..capture.traced import Traced
-from ..graph import LAYER, Node, Value
+from ..graph import LAYER, Graph, Node, Value
 from ..layers import FIRST, Layered, NotAlike, Repeats, longest, number_in, renumbered
 from ..part import Part
 from ..plan import Plan
@@ -41,7 +43,9 @@ class FewLayers:
         layered = Layered(lowered.graph, self.repeats.path, few.literals, notes)
         repeater = Repeater(layered, self.repeats)
         wholes = {name: part.source for name, part in few.parts.items()}
-        graph = repeater.whole([v.name for v in traced.graph.sources], wholes)
+        sums = [v.name for g in few.updates.values() for v in g.inputs]
+        order = [v.name for v in traced.graph.sources]
+        graph = repeater.whole(order, wholes, sums)
         origins = repeater.origins
 
         def among(names: Collection[str]) -> frozenset[str]:
@@ -60,12 +64,21 @@ class FewLayers:
             return lies.with_route(replace(lies.route, expert=expert.name))
 
         parts = {v: part(*of) for v, of in origins.items() if of[0] in wholes}
+        updates = {
+            name: _renamed(update, rename)
+            for buffer, update in few.updates.items()
+            for name, rename in repeater.of_layers(buffer).items()
+        }
+        fixed = few.outputs[: len(few.outputs) - len(sums)]
         whole = replace(
             traced,
             graph=graph,
             literals=few.literals,
             trainable=among(few.trainable),
             parts=parts,
+            outputs=(*fixed, *repeater.outputs),
+            updated=(),
+            updates=updates,
         )
         return Lowered(
             whole,
@@ -76,6 +89,12 @@ class FewLayers:
             {v: lowered.origins[of] for v, (of, _) in origins.items()},
             among(lowered.ahead),
         ).verify()
+
+
+def _renamed(graph: Graph, rename: Callable[[str], str]) -> Graph:
+    """The same graph with other names of its sources."""
+    new = {v.name: replace(v, name=rename(v.name)) for v in graph.sources}
+    return with_values(graph, lambda v: new.get(v.name, v))
 
 
 class _Notes:
@@ -144,12 +163,18 @@ class _Shortener:
             own = (v for v in values if v.name in sources)
             return tuple(replace(v, name=sources[v.name]) for v in own)
 
+        fixed = len(graph.outputs) - len(traced.updated)
+        updated = {
+            name: v
+            for buffer, v in zip(traced.updated, graph.outputs[fixed:], strict=True)
+            if (name := self.renamed(buffer)) is not None
+        }
         few = replace(
             graph,
             params=kept(graph.params),
             buffers=kept(graph.buffers),
             nodes=tuple(nodes),
-            outputs=tuple(map(self.now, graph.outputs)),
+            outputs=(*map(self.now, graph.outputs[:fixed]), *updated.values()),
         ).verify()
         trainable = (sources.get(name) for name in traced.trainable)
         repeats = replace(
@@ -160,6 +185,8 @@ class _Shortener:
         made = replace(
             traced,
             graph=few,
+            outputs=(*traced.outputs[: fixed - 1], *map(after_step, updated)),
+            updated=tuple(updated),
             trainable=frozenset(name for name in trainable if name),
             joined={
                 sources[v.name]: tuple(

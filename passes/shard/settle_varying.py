@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dims.name_dims import Named
-from ..dims.origins import Origin
+from ..dims.origins import Origin, find_reached
 from ..graph import Value
 from ..plan import Plan
 from ..shard.parameter_sharding import varying_axes
@@ -23,7 +23,8 @@ def settle_varying(
     A value of parameters alone is V on an axis if each of its uses there is V or split:
     its gradient then stays a pending sum, down to the parameter, and is reduced once a
     step. So is any other value on the axes that split the batch, if it has no samples:
-    positions that come with the batch. What one op makes is V all together, or none of
+    positions that come with the batch. A use through which no gradient of the loss
+    comes back counts for nothing. What one op makes is V all together, or none of
     it: of what it is made of, the gradient has one state. States are updated in place;
     the nodes' needs are returned anew.
     """
@@ -35,7 +36,7 @@ def settle_varying(
         axes = plan.axes if alone else plan.data_axes
         return varying_axes(states[v.name], uses.get(v.name, ()), axes)
 
-    nodes = named.graph.nodes
+    nodes, reached = named.graph.nodes, find_reached(named.graph)
     for i in range(len(nodes) - 1, -1, -1):
         node, own = nodes[i], all_needs[i]
         if named.origins[node.results[0].name] & Origin.PARAM:
@@ -46,6 +47,8 @@ def settle_varying(
                 states[v.name] = states[v.name].with_varying(common)
             own = tuple(n.with_varying(n.varying | common) for n in own)
             all_needs[i] = own
+        if not any(v.name in reached for v in node.results):
+            continue
         for v, need in zip(node.operands, own, strict=True):
             if named.origins[v.name] & Origin.PARAM:
                 uses.setdefault(v.name, []).append(need)

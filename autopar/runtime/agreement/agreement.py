@@ -71,25 +71,28 @@ class Agreement(RollCall):
         operation: str,
         batch: Mapping[str, Tensor],
         updates: Updates,
-        training: Mapping[str, Any],
+        goes_on_from: tuple[Mapping[str, Any], Mapping[str, Tensor]],
         part: tuple[int, Collection[str]] | None = None,
     ) -> Iterator[None]:
         """The context of an operation with a batch, after updates of the weights.
-        training: what a step goes on from. part: which part of the global batch this
-        one is, and its fields of samples, others are of the global batch; None: all of
-        it is. Raises: BatchError, ModelMismatch, RanksDisagree."""
+        goes_on_from: plain values and buffers, which a step does beside weights. part:
+        which part of the global batch this one is, and its fields of samples, others
+        are of the global batch; None: all of it is. Raises: BatchError, ModelMismatch,
+        RanksDisagree."""
         if self.comm.mesh.size == 1:
             yield
             return
         count = self._calls[operation]
         self._calls[operation] += 1
         facts, of_stage = updates.facts()
+        training, buffers = goes_on_from
         compares = operation == "step" and (
             self._replicas.due(training["steps"]) or count == 0
         )
         meets = count < FIRST or count % EVERY == 0 or compares
         if meets:
             state = {("training", name): value for name, value in training.items()}
+            state |= digests("buffer", buffers)
             held = digests("batch", batch)
             if part is not None:
                 index, samples = part
@@ -269,6 +272,11 @@ JUDGES: Mapping[str, Judge] = {
         "pass the same {name} on all ranks. A count, as of labels, is that of all of "
         "their samples: dist.all_reduce({name}), and then {name} //= "
         "dist.get_world_size() // step.data_ranks, for several ranks load the same",
+    ),
+    "buffer": Differs(
+        ModelMismatch,
+        "the buffer '{name}' is not the same on {others} as on rank 0",
+        "write to a model's buffers alike on all ranks",
     ),
     "field": Differs(
         BatchError,

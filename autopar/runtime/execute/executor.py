@@ -22,6 +22,7 @@ from autopar.passes.schedule.schedule import Action, Kind
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.comm.step_state import StepState
+from autopar.runtime.execute.buffer_updates import BufferUpdates
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.emitted import fields_read
 from autopar.runtime.execute.gradient_buckets import Gradients
@@ -84,6 +85,7 @@ class Executor:
         self._stacked = [(t, own, stacks[n]) for t, own, n in places if n in stacks]
         self.set_up()
         self.outputs = Outputs(program, comm)
+        self._updates = BufferUpdates(program, self.buffers, comm.device)
         # Of the last step, or of what was evaluated last.
         self.metrics: dict[str, Tensor] = {}
 
@@ -115,8 +117,15 @@ class Executor:
     def set_up(self) -> None:
         """Compute what depends on buffers and constants alone; again if they change."""
         self.comm.state = self.state
+        self._versions = {name: x._version for name, x in self.buffers.items()}
         for stage in self.stages.values():
             stage.constants = stage.module["setup"](self.comm, stage.tensors)
+
+    def written(self) -> dict[str, Tensor]:
+        """Buffers that stages compute with, and that were written to since."""
+        read = (name for name, spec in self.program.buffers.items() if spec.stages)
+        held = {name: self.buffers[name] for name in read}
+        return {n: x for n, x in held.items() if x._version != self._versions[n]}
 
     def go_on_from(self, other: Executor) -> None:
         """Train on what another executor of the same parameters trained, which has the
@@ -198,6 +207,8 @@ class Executor:
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Field]) -> None:
         """Run the actions in turn."""
+        if self.written():
+            self.set_up()
         self.outputs.clear()
         self.comm.state = self.state  # other executors may have run meanwhile
         for stage in self.stages.values():
@@ -380,7 +391,8 @@ class Executor:
 
     def _loss(self, count: Tensor | int = 0) -> tuple[Tensor, Tensor]:
         """The loss of the whole batch, from the shares of ranks and microbatches; and,
-        in the same message, the sum of a number over all ranks."""
+        in the same message, the sum of a number over all ranks. Then buffers are what
+        forward makes of them."""
         program = self.program
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         if self._unused.losses:
@@ -389,11 +401,10 @@ class Executor:
                 if axis not in program.loss_pending:
                     total /= size
         self._unused.losses.clear()
-        shares = [total, torch.zeros_like(total) + count, *self.outputs.shares()]
-        both = torch.stack(shares)
-        self.comm.reduce_ranks_(both, tuple(range(program.mesh.size)))
-        self.metrics = {
-            name: x.to(getattr(torch, program.outputs[name].dtype))
-            for name, x in zip(self.outputs.metrics, both[2:], strict=True)
-        }
-        return both[0].to(getattr(torch, program.loss_dtype)), both[1]
+        two = torch.stack([total, torch.zeros_like(total) + count])
+        shares = torch.cat([two, *self.outputs.shares()])
+        self.comm.reduce_ranks_(shares, tuple(range(program.mesh.size)))
+        told = self.outputs.whole(shares[2:])
+        self._updates.apply({name: told.pop(name) for name in program.sums})
+        self.metrics = told
+        return shares[0].to(getattr(torch, program.loss_dtype)), shares[1]

@@ -25,7 +25,8 @@ class Outputs:
         self.counts = [0] * len(program.stages)
         for spec in program.outputs.values():
             self.counts[spec.stage] = max(self.counts[spec.stage], spec.place + 1)
-        self.metrics = list(program.outputs)[: program.metrics]
+        # What every step tells: scalars, and sums for updates of buffers.
+        self.summed = [*list(program.outputs)[: program.metrics], *program.sums]
 
     def take(
         self, stage: int, microbatch: int, made: tuple[Tensor, ...]
@@ -39,9 +40,19 @@ class Outputs:
         return (*made[:sends], *made[sends + count :])
 
     def shares(self) -> list[Tensor]:
-        """This rank's shares of the metrics: float64 scalars, to be summed over all."""
-        specs = [self.program.outputs[name] for name in self.metrics]
-        return [self._sum(spec, torch.float64) for spec in specs]
+        """This rank's shares of what every step tells: flat, in float64, to be summed
+        over all."""
+        specs = [self.program.outputs[name] for name in self.summed]
+        return [self._sum(spec, torch.float64).flatten() for spec in specs]
+
+    def whole(self, summed: Tensor) -> dict[str, Tensor]:
+        """By name, what every step tells: of shares, joined and summed over all."""
+        specs = {name: self.program.outputs[name] for name in self.summed}
+        parts = summed.split([prod(spec.shape) for spec in specs.values()])
+        return {
+            name: part.view(spec.shape).to(getattr(torch, spec.dtype))
+            for (name, spec), part in zip(specs.items(), parts, strict=True)
+        }
 
     def wholes(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Global tensors, on all ranks, which must all ask for the same."""

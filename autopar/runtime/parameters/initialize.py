@@ -25,7 +25,8 @@ class InitializationError(AutoparError):
 def local_state(
     program: Program, model: nn.Module, rank: int, device: torch.device, seed: int
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """The rank's shards of the parameters of its stages, and all buffers, by name.
+    """The rank's shards of the parameters of its stages, and all buffers, by name:
+    those of the model itself, where they are on the device.
 
     With meta parameters, every rank draws the same values from `seed`. Raises:
     InitializationError, for a module on meta that cannot initialise itself.
@@ -39,7 +40,7 @@ def local_state(
             wanted.setdefault(spec.part.source, []).append(name)
     for source, whole in real_tensors(model, seed):
         if source in program.buffers:
-            buffers[source] = whole.detach().to(device).clone()
+            buffers[source] = whole.detach().to(device)
         for name in wanted.get(source, ()):
             spec = program.parameters[name]
             shard = take_shard(whole.detach(), spec, mesh, coords).to(device)
@@ -74,7 +75,7 @@ def empty_state(
                     fix="make the model in `with autopar.on_meta():`, which leaves "
                     "buffers where they are",
                 )
-            buffers[name] = b.detach().to(device).clone()
+            buffers[name] = b.detach().to(device)
     return parameters, buffers
 
 

@@ -1,0 +1,131 @@
+"""Writes of forward to the model's buffers: counters of tokens, running averages.
+
+What a buffer has after a step follows from what it had before, and from the whole
+batch. So the graph computes it as an output, and what reads the buffer reads what it
+had before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from ..builder import Builder
+from ..errors import CaptureError
+from ..graph import Graph, Node, Value, short
+
+# Adds to elements of its first operand that others of its operands choose.
+ADDS_TO = ("aten.index_add", "aten.scatter_add", "aten.index_put")
+# The result has nothing of what its first operand had.
+REPLACES = ("aten.copy", "aten.fill", "aten.zero")
+
+# What to do about a model that keeps what no step can.
+OUTSIDE = (
+    "compute it anew in each forward; leave it out by `if not "
+    "torch.compiler.is_exporting():` before it; or register it as a buffer, in which "
+    "forward may add up or average what it computes"
+)
+# And about one that confines its parameters.
+AFTERWARDS = (
+    "leave it out of forward (by model.eval(), where it is for training alone), and do "
+    "it after optimizer.step(), under torch.no_grad(), to the parameters that are "
+    "trained: dict(step.named_parameters())"
+)
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A graph without writes. updated: of each buffer that it writes to, what that has
+    after it; the graph's last outputs are these."""
+
+    graph: Graph
+    updated: Mapping[str, Value]
+
+
+def after_step(buffer: str) -> str:
+    """The name of an output: what a buffer has after a step."""
+    return f"{buffer} after"
+
+
+def refuse_write(kind: str, name: str, node: Node) -> NoReturn:
+    """Refuses a write to what lasts. kind: "parameter", "buffer" or "constant"."""
+    raise CaptureError(
+        f"'{short(node.op)}' changes the model's {kind} '{name}' in forward, which has "
+        "no meaning when ranks run different microbatches",
+        source=str(node.location),
+        fix=AFTERWARDS if kind == "parameter" else OUTSIDE,
+    )
+
+
+def sum_apart(builder: Builder, node: Node) -> list[Node]:
+    """A node that makes what a buffer has; where it adds to chosen elements, the sum of
+    what it adds is made before, of which ranks and microbatches have parts."""
+    if node.name not in ADDS_TO or node.arg("accumulate") is False:
+        return [node]
+    buffer, *rest = node.args
+    nodes: list[Node] = []
+
+    def emit(
+        op: str, args: tuple[Any, ...], shape: tuple[int, ...], of: Value
+    ) -> Value:
+        out = builder.value("added", shape, of.dtype)
+        nodes.append(Node(op, args, {}, (out,), node.location))
+        return out
+
+    index, source = node.arg("index"), node.arg("source") or node.arg("src")
+    rows = buffer.shape[:1]
+    whole = node.name == "aten.index_add" or len(buffer.shape) == 1
+    if whole and len(buffer.shape) <= 2 and _is_plain(node, index, source):
+        # The rows that choose one are a dim of a product.
+        count, *width = source.shape
+        wide = (count, *(width or [1]))
+        chosen = emit("aten.one_hot.default", (index, *rows), (count, *rows), index)
+        chosen = emit("aten.to.dtype", (chosen, source.dtype), chosen.shape, source)
+        chosen = emit("aten.t.default", (chosen,), (*rows, count), source)
+        source = emit("aten.reshape.default", (source, wide), wide, source)
+        added = emit("aten.mm.default", (chosen, source), (*rows, wide[1]), source)
+        added = emit("aten.reshape.default", (added, buffer.shape), buffer.shape, added)
+    else:
+        zeros = emit("aten.zeros_like.default", (buffer,), buffer.shape, buffer)
+        added = emit(node.op, (zeros, *rest), buffer.shape, buffer)
+        nodes[-1] = replace(nodes[-1], kwargs=node.kwargs)
+    return [
+        *nodes,
+        Node("aten.add.Tensor", (buffer, added), {}, node.outs, node.location),
+    ]
+
+
+def _is_plain(node: Node, index: Any, source: Any) -> bool:
+    """Whether a row of the source is added for each index, along the first dim."""
+    both = isinstance(index, Value) and isinstance(source, Value)
+    if not both or node.arg("dim") != 0 or node.arg("alpha") not in (None, 1):
+        return False
+    return len(index.shape) == 1 and index.shape == source.shape[:1]
+
+
+def refuse_later_reads(
+    graph: Graph, outputs: int, buffers: Collection[str], written: Collection[str]
+) -> None:
+    """Refuses outputs, the first of the graph, that depend on what buffers have after a
+    write and had before it. written: results of writes to these buffers."""
+    before = set(buffers)  # values that depend on what buffers had
+    after: dict[str, Node] = {}  # and of these, on a write
+    for node in graph.nodes:
+        operands = node.operands[node.name in REPLACES :]
+        if not any(v.name in before for v in operands):
+            continue
+        before.update(v.name for v in node.results)
+        writes = [after[v.name] for v in operands if v.name in after]
+        if any(v.name in written for v in node.results):
+            writes.append(node)
+        after.update((v.name, writes[0]) for v in node.results if writes)
+    for v in graph.outputs[:outputs]:
+        if (write := after.get(v.name)) is not None:
+            raise CaptureError(
+                "forward writes to a buffer, and reads it again: what it reads would "
+                "differ by rank and microbatch",
+                source=str(write.location),
+                fix="read what is written there, or the buffer before this line: a "
+                "step writes buffers once, after all microbatches",
+            )
