@@ -14,6 +14,7 @@
                fit_schedule                  or one made for what stages take
     recompute  POLICIES                      what the backward makes again
     shard      few_layers          FewLayers layers that do the same: few are lowered
+               split_updates       Named     what buffers have after a step, of sums
                split_groups        Plan      tp in two, where ranks share heads of keys
                propagate           Sharded   which axis splits which dim, of every value
                cut_weights         Sharded   pieces, of a weight that is used in pieces

@@ -96,6 +96,19 @@ def prune(graph: Graph, counted: Callable[[Node], bool] = lambda node: False) ->
     )
 
 
+def find_reached(graph: Graph) -> set[str]:
+    """Names of the values that the loss, its first output, sends a gradient to, if they
+    take one: not behind a detach, or through what gives no real numbers."""
+    reached = {graph.outputs[0].name}
+    for node in reversed(graph.nodes):
+        if node.op == "aten.detach.default":
+            continue
+        kinds = {v.dtype for v in node.results if v.name in reached}
+        if any(kind.is_floating_point or kind.is_complex for kind in kinds):
+            reached.update(v.name for v in node.operands)
+    return reached
+
+
 def with_values(graph: Graph, change: Callable[[Value], Value]) -> Graph:
     """The same graph with all its values changed."""
 

@@ -143,6 +143,7 @@ REDUCED: dict[str, Call] = {
     "sort stable": lambda g: g.x.sort(dim=1, descending=True, stable=True)[0] * g.y,
     "argsort": lambda g: g.x.argsort(1, descending=True) * g.x,
     "argsort stable": lambda g: g.x.argsort(stable=True, dim=1) * g.x,
+    "histc": lambda g: torch.histc(g.x.detach(), bins=4, min=-1.5, max=1.0) * g.x,
     "argmax": lambda g: g.x.argmax(1, keepdim=True) * g.x,
     "argmin": lambda g: g.x.argmin(-1, True) * g.x,
     "topk": lambda g: g.x.topk(2, 1, largest=False, sorted=True).values,

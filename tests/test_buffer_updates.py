@@ -4,6 +4,7 @@ gradients and buffers of a step are those of the untouched model."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,10 +18,12 @@ from autopar.compiler import compile_offline, proved
 from autopar.passes.capture.buffer_updates import after_step
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import AutoparError, CaptureError
+from autopar.passes.graph import Graph
 from autopar.passes.program import Program
 from autopar.passes.read_program import read_program
 from autopar.proof.errors import VerificationFailed
 from autopar.proof.ranks import StepInputs, run_steps
+from autopar.reports.inspection import report, report_data
 
 BATCH, SEQ, WIDTH, VOCAB, EXPERTS, CHOICES = 8, 6, 16, 32, 4, 2
 Write = Callable[["Experts", Tensor, Tensor], None]
@@ -225,6 +228,15 @@ def test_a_text_does_not_grow_with_its_counters() -> None:
         [text] = {*program.modules.values()}
         lines.append(len(text.splitlines()))
     assert lines[1] <= lines[0] + 2 * 10  # a name for each, where they are returned
+
+
+def test_what_is_written_is_shown() -> None:
+    program = compile_offline(model_of(averaged), batch_of(), plan("dp=2", 2))
+    assert re.search(
+        r"layers\.0-1\.moe\.load +f32\[4\] +f32\[4\] +mul", report(program)
+    )
+    update = report_data(program)["updates"]["layers.1.moe.load"]
+    assert Graph.parse("\n".join(update)) == program.updates["layers.1.moe.load"]
 
 
 def test_another_value_of_a_buffer_is_refused() -> None:

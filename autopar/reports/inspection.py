@@ -24,7 +24,7 @@ from autopar.passes.schedule.simulate_schedule import grid
 from autopar.passes.schedule_stages import estimate_program
 from autopar.reports.memory_table import memory_table
 from autopar.reports.op_sharding_table import op_sharding_table
-from autopar.reports.parameters import parameter_table
+from autopar.reports.parameters import parameter_table, update_table
 from autopar.reports.sharing import share_table, shares
 from autopar.reports.simulation import simulate_estimate, simulate_program
 from autopar.reports.tables import Table, ranges
@@ -267,6 +267,7 @@ def report(
     tables = (parameter_table(program, every), stage_table(program))
     parts = [
         *map(str, tables),
+        *([str(update_table(program))] if program.updates else ()),
         *([str(share_table(program))] if program.plan.zero else ()),
         str(memory_table(program)),
         *([str(op_sharding_table(program.plan))] if program.plan.op_shardings else ()),
@@ -300,6 +301,7 @@ def report_data(program: Program, cluster: Cluster | None = None) -> dict[str, A
         "tf32": program.plan.tf32,
         "parameters": [_parameter_data(n, p) for n, p in program.tensors.items()],
         "aliases": dict(program.aliases),
+        "updates": {k: str(v).split("\n") for k, v in program.updates.items()},
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],
         "memory": [asdict(m) for m in program.memory],
         "recompute_layers": dict(program.plan.recompute_layers),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.passes.graph import LAYER
+from autopar.passes.graph import LAYER, short
 from autopar.passes.program import ParameterSpec, Program
 from autopar.reports.tables import Table, ranges
 
@@ -44,6 +44,28 @@ def parameter_table(program: Program, every: bool = False) -> Table:
         ("parameter", "shape", "named dims", "stage", *shown),
         table,
         (*notes, *program.remarks),
+    )
+
+
+def update_table(program: Program) -> Table:
+    """Each buffer that a step writes to; equal layers in one row."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for name, update in program.updates.items():
+        layer = LAYER.search(name)
+        before, after = name, ""
+        if layer:
+            before, after = name[: layer.start()], name[layer.end() :]
+        sums = ", ".join(v.type for v in update.inputs)
+        ops = ", ".join(short(node.op) for node in update.nodes)
+        key = (before, after, update.outputs[0].type, sums, ops)
+        rows.setdefault(key, []).extend([int(layer[1])] if layer else [])
+    return Table(
+        "buffers that a step writes to, on all ranks alike",
+        ("buffer", "type", "summed over the batch", "then"),
+        tuple(
+            (_folded(before + ranges(layers) + after), kind, sums, ops)
+            for (before, after, kind, sums, ops), layers in rows.items()
+        ),
     )
 
 

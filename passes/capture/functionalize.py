@@ -260,9 +260,11 @@ class _Memory:
     def refuse_statistics(self, node: Node) -> None:
         """Refuses a norm that writes the statistics of the batch to its buffers, which
         its schema does not say."""
-        by_batch = node.arg("training") or node.arg("use_input_stats")
-        running = node.arg("running_mean")
-        if by_batch and isinstance(running, Value):
+        if "running_mean" not in parameters(node.op):
+            return
+        bound = arguments(node)
+        by_batch = bound.get("training") or bound.get("use_input_stats")
+        if by_batch and isinstance(running := bound["running_mean"], Value):
             self.check_lasting(running, node)
 
     def is_updated(self, target: Value) -> bool:

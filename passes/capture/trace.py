@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..builder import find_reached
 from ..capture.buffer_updates import after_step
 from ..capture.call_model import only_by_any_keyword
 from ..capture.choose_rows import remark_on_loops
@@ -43,7 +44,6 @@ from ..capture.traced import Traced
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import NO_NUMBER, capture_failed
 from ..digest import digest
-from ..dims.origins import find_reached
 from ..errors import CaptureError
 from ..graph import SOURCES, Graph
 from ..layers import Layered, NotAlike, Repeats

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 import torch
 
+from ..builder import find_reached
 from ..graph import Graph
 from ..ops.random import CHANCE
 
@@ -42,18 +43,6 @@ def find_origins(graph: Graph) -> dict[str, Origin]:
 def is_real_or_complex(dtype: torch.dtype) -> bool:
     """Whether a gradient can flow through values of this type."""
     return dtype.is_floating_point or dtype.is_complex
-
-
-def find_reached(graph: Graph) -> set[str]:
-    """Names of the values that the loss, its first output, sends a gradient to, if they
-    take one: not behind a detach, or through what gives no real numbers."""
-    reached = {graph.outputs[0].name}
-    for node in reversed(graph.nodes):
-        if node.op == "aten.detach.default":
-            continue
-        if any(v.name in reached and is_real_or_complex(v.dtype) for v in node.results):
-            reached.update(v.name for v in node.operands)
-    return reached
 
 
 def find_differentiable(graph: Graph, trainable: Collection[str]) -> frozenset[str]:

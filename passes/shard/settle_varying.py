@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..builder import find_reached
 from ..dims.name_dims import Named
-from ..dims.origins import Origin, find_reached
+from ..dims.origins import Origin
 from ..graph import Value
 from ..plan import Plan
 from ..shard.parameter_sharding import varying_axes
