@@ -54,6 +54,17 @@ def test_a_benchmark_starts_as_its_page_says(name: str, tmp_path: Path) -> None:
     run_ranks(start, 1, BENCHMARKS / f"{name}.py", tmp_path)
 
 
+@pytest.mark.slow
+def test_what_no_longer_waits_is_measured_beside_paper(tmp_path: Path) -> None:
+    """It puts parts of the compiler back as they were, which are to be there."""
+    script = str(BENCHMARKS / "waits.py")
+    command = [*torchrun_command(2), script, "--rounds", "1"]
+    printed = output_of(command, tmp_path)
+    rows = re.findall(r"^(.*?) {2,}[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+|-)$", printed, re.M)
+    assert len(rows) == 4
+    assert sum(paper != "-" for _, paper in rows) == 2
+
+
 def curve(said: str) -> dict[int, float]:
     """By step, as it was printed."""
     return {int(step): float(loss) for step, loss in CURVE.findall(said)}

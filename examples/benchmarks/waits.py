@@ -130,7 +130,7 @@ DEVICE = Device("here", 1e12, 1e18, {"float32": 1e11})
 
 def on_paper(program: Program, cluster: Cluster) -> float:
     now = simulate_program(program, cluster).total
-    waited = "autopar.passes.price.estimate.exposed"
+    waited = "autopar.passes.price.estimate.exposed_seconds"
     with mock.patch(waited, lambda moving, *beside: moving):
         return simulate_program(program, cluster).total / now
 
