@@ -253,10 +253,12 @@ class RankStep(HeldState):
 
     def _check_originals(self) -> None:
         """Raises AutoparError for a model that was changed. Once a step has trained, it
-        may be used beside: then it is told, once, and looked at in the steps 1, 2, 4,
-        8 ..."""
+        may be used beside: then it is told, once, and looked at where it was written
+        to, and in the steps 1, 2, 4, 8 ..."""
         steps = self.executor.steps
-        if self._originals is None or (self._trained and steps & (steps - 1)):
+        if self._originals is None:
+            return
+        if self._trained and steps & (steps - 1) and not self._originals.written():
             return
         held = self._updates.parameters, self.executor.buffers
         try:

@@ -103,6 +103,11 @@ class Originals:
         self._known = {name: Known.of(x) for name, x in tensors if name in held}
         self._hooks = _hooks_on_forward(model)
 
+    def written(self) -> bool:
+        """Whether anything was written into one of them since they were looked at."""
+        known = ((own.tensor(), own.version) for own in self._known.values())
+        return any(x is not None and x._version != version for x, version in known)
+
     def check(
         self,
         parameters: Mapping[str, Tensor],
@@ -149,6 +154,10 @@ class Originals:
                     fix=_load(source, name in buffers, trained),
                 )
             same[source] = replace(Known.of(x), trained=known.trained)
+        # Of what this rank holds nothing of, another one looks at the values.
+        for source in self._known.keys() & now.keys() - same.keys():
+            known = self._known[source]
+            same[source] = replace(Known.of(now[source]), trained=known.trained)
         self._known |= same
 
     def _is_same(
