@@ -18,7 +18,6 @@ TABLES = {
     "autopar/proof/interpret.py SKIPPED": "ops without results",
     "passes/capture/causal_masks.py COMPARES": MASKS,
     "passes/capture/buffer_updates.py ADDS_TO": "writes, made of others",
-    "passes/capture/buffer_updates.py REPLACES": "writes of all of a tensor",
     "passes/capture/causal_masks.py VIEWS": MASKS,
     "passes/capture/column_masks.py ANDS": MASKS,
     "passes/capture/column_masks.py ORDERS": MASKS,

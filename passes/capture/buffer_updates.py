@@ -1,13 +1,13 @@
 """Writes of forward to the model's buffers: counters of tokens, running averages.
 
 What a buffer has after a step follows from what it had before, and from the whole
-batch. So the graph computes it as an output, and what reads the buffer reads what it
-had before the step.
+batch. So the graph computes it as an output. What reads it after a write reads a value
+as any other, which microbatches share out, or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -17,8 +17,6 @@ from ..graph import Graph, Node, Value, short
 
 # Adds to elements of its first operand that others of its operands choose.
 ADDS_TO = ("aten.index_add", "aten.scatter_add", "aten.index_put")
-# The result has nothing of what its first operand had.
-REPLACES = ("aten.copy", "aten.fill", "aten.zero")
 
 # What to do about a model that keeps what no step can.
 OUTSIDE = (
@@ -102,30 +100,3 @@ def _is_plain(node: Node, index: Any, source: Any) -> bool:
     if not both or node.arg("dim") != 0 or node.arg("alpha") not in (None, 1):
         return False
     return len(index.shape) == 1 and index.shape == source.shape[:1]
-
-
-def refuse_later_reads(
-    graph: Graph, outputs: int, buffers: Collection[str], written: Collection[str]
-) -> None:
-    """Refuses outputs, the first of the graph, that depend on what buffers have after a
-    write and had before it. written: results of writes to these buffers."""
-    before = set(buffers)  # values that depend on what buffers had
-    after: dict[str, Node] = {}  # and of these, on a write
-    for node in graph.nodes:
-        operands = node.operands[node.name in REPLACES :]
-        if not any(v.name in before for v in operands):
-            continue
-        before.update(v.name for v in node.results)
-        writes = [after[v.name] for v in operands if v.name in after]
-        if any(v.name in written for v in node.results):
-            writes.append(node)
-        after.update((v.name, writes[0]) for v in node.results if writes)
-    for v in graph.outputs[:outputs]:
-        if (write := after.get(v.name)) is not None:
-            raise CaptureError(
-                "forward writes to a buffer, and reads it again: what it reads would "
-                "differ by rank and microbatch",
-                source=str(write.location),
-                fix="read what is written there, or the buffer before this line: a "
-                "step writes buffers once, after all microbatches",
-            )

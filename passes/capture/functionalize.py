@@ -15,7 +15,6 @@ import torch
 from ..builder import Builder
 from ..capture.buffer_updates import (
     Functional,
-    refuse_later_reads,
     refuse_write,
     sum_apart,
 )
@@ -56,9 +55,9 @@ def functionalize(
     to a buffer makes what it has after the step, unless each forward fills it with the
     same before any reads it, as a table is filled.
     Raises: CaptureError on a write to what else outlives the step (a parameter, a
-    tensor that the model holds), where the graph's outputs depend on what a buffer has
-    after a write; or to memory that is read later by a name of which it is not sure
-    that it is a view, and on random numbers that `passes.ops.random` does not know.
+    tensor that the model holds); or to memory that is read later by a name of which it
+    is not sure that it is a view, and on random numbers that `passes.ops.random` does
+    not know.
     """
     changing = set(trained)
     while True:  # a table that is filled from a buffer that a step changes is none
@@ -95,8 +94,7 @@ def _without_writes(
     updated = known.updated() | dict(zip(assigned, outputs[count:], strict=True))
     del outputs[count:]
     made = replace(graph, nodes=tuple(nodes), outputs=(*outputs, *updated.values()))
-    refuse_later_reads(made.verify(), len(outputs), set(updated), known.written)
-    return Functional(made, updated)
+    return Functional(made.verify(), updated)
 
 
 def _written(builder: Builder, node: Node) -> list[Node]:
@@ -172,7 +170,6 @@ class _Memory:
         self.lasting |= {v.name: "constant" for v in graph.constants}
         self.buffers = {v.name: v for v in graph.buffers}
         self.updates: set[str] = set()  # buffers that are written to
-        self.written: set[str] = set()  # what these writes make
         for position, node in enumerate(graph.nodes):
             for v in node.operands:
                 self.last_read[v.name] = position
@@ -334,8 +331,6 @@ class _Memory:
         root = self._root(first)
         self.tensor[result.name] = first
         self.sharers.setdefault(root, [root]).append(result.name)
-        lasts = root in self.updates
-        self.written |= {result.name} if lasts else set()
         if not shared:
             self.current[first] = result
             return
@@ -344,7 +339,6 @@ class _Memory:
         for part in path[:-1]:
             base = self.now(self.views[part].operands[0])
             values.append(put_back(self.builder, self.views[part], base, values[-1]))
-        self.written |= {v.name for v in values} if lasts else set()
         self.writes[root] = self.writes.get(root, 0) + 1
         for name, value in zip(path, values, strict=True):
             self.current[name], self.seen[name] = value, self.writes[root]

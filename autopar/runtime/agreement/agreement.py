@@ -55,6 +55,8 @@ class Agreement(RollCall):
         held = {"weights": replicas.judge_first, "replicas": replicas.judge}
         super().__init__(comm, {**JUDGES, **held, "part": self._part})
         self._calls: Counter[str] = Counter()
+        # Of each buffer its version, and what it had then.
+        self._buffers: dict[str, tuple[int, Facts]] = {}
         self._replicas = replicas
 
     def on_build(
@@ -92,7 +94,7 @@ class Agreement(RollCall):
         meets = count < FIRST or count % EVERY == 0 or compares
         if meets:
             state = {("training", name): value for name, value in training.items()}
-            state |= digests("buffer", buffers)
+            state |= self._of_buffers(buffers)
             held = digests("batch", batch)
             if part is not None:
                 index, samples = part
@@ -114,6 +116,17 @@ class Agreement(RollCall):
             # messages of the next one would be taken for those of this one.
             self._calls[operation] = 1
             raise
+
+    def _of_buffers(self, buffers: Mapping[str, Tensor]) -> dict[tuple[str, str], Any]:
+        """Facts of buffers, which are looked at where they were written to."""
+        state: dict[tuple[str, str], Any] = {}
+        for name, x in buffers.items():
+            version, facts = self._buffers.get(name, (-1, {}))
+            if version != x._version:
+                facts = digests("buffer", {name: x})
+                self._buffers[name] = x._version, facts
+            state.update(facts)
+        return state
 
     def refuse(self, operation: str, error: AutoparError) -> None:
         self._calls[operation] += 1  # as on the other ranks
