@@ -231,7 +231,7 @@ class RankStep(HeldState):
             like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)
-            check_known(self.program, self.executor.written())
+            check_known(self.program, self.executor.written.since_read())
             self._check_originals()
             if self._host is None:
                 self.executor.rebind()

@@ -22,7 +22,6 @@ from autopar.passes.schedule.schedule import Action, Kind
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.comm.step_state import StepState
-from autopar.runtime.execute.buffer_updates import BufferUpdates
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.emitted import fields_read
 from autopar.runtime.execute.gradient_buckets import Gradients
@@ -32,6 +31,7 @@ from autopar.runtime.execute.outputs import Outputs
 from autopar.runtime.execute.running_stage import Batch, RunningStage, load_module
 from autopar.runtime.execute.tf32 import in_tf32
 from autopar.runtime.execute.unused import Unused, nothing_left_of_failures
+from autopar.runtime.execute.written_buffers import WrittenBuffers
 from autopar.runtime.parameters.changed import check_data, check_kind, kind_of
 from autopar.runtime.parameters.stack import make_stacks
 
@@ -83,11 +83,10 @@ class Executor:
         held, stacks = self.parameters, {stack.name: stack for stack in self.stacks}
         self._bound = [(t, own, n, held[n]) for t, own, n in places if n in held]
         self._stacked = [(t, own, stacks[n]) for t, own, n in places if n in stacks]
+        self.written = WrittenBuffers(program, self.buffers, comm.device)
         self.set_up()
         self.outputs = Outputs(program, comm)
-        self._updates = BufferUpdates(program, self.buffers, comm.device)
-        # Of the last step, or of what was evaluated last.
-        self.metrics: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}  # of the last step or evaluation
 
     # --- before the first step -----------------------------------------------------
 
@@ -117,15 +116,9 @@ class Executor:
     def set_up(self) -> None:
         """Compute what depends on buffers and constants alone; again if they change."""
         self.comm.state = self.state
-        self._versions = {name: x._version for name, x in self.buffers.items()}
+        self.written.read()
         for stage in self.stages.values():
             stage.constants = stage.module["setup"](self.comm, stage.tensors)
-
-    def written(self) -> dict[str, Tensor]:
-        """Buffers that stages compute with, and that were written to since."""
-        read = (name for name, spec in self.program.buffers.items() if spec.stages)
-        held = {name: self.buffers[name] for name in read}
-        return {n: x for n, x in held.items() if x._version != self._versions[n]}
 
     def go_on_from(self, other: Executor) -> None:
         """Train on what another executor of the same parameters trained, which has the
@@ -177,8 +170,8 @@ class Executor:
     @torch.no_grad()
     @nothing_left_of_failures
     def evaluate(self, batch: Mapping[str, Field]) -> Tensor:
-        """The loss of the whole batch without dropout; nothing is kept or changed but
-        `metrics` and `outputs`."""
+        """The loss of the whole batch without dropout; changes `metrics`, `outputs`,
+        and buffers that forward writes to."""
         forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
         self.state.evaluating = True
         self.state.key = (self.seed << 32) + self.steps
@@ -207,7 +200,7 @@ class Executor:
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Field]) -> None:
         """Run the actions in turn."""
-        if self.written():
+        if self.written.since_read():
             self.set_up()
         self.outputs.clear()
         self.comm.state = self.state  # other executors may have run meanwhile
@@ -390,9 +383,7 @@ class Executor:
         return (place + send.microbatch) * 16 + n
 
     def _loss(self, count: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-        """The loss of the whole batch, from the shares of ranks and microbatches; and,
-        in the same message, the sum of a number over all ranks. Then buffers are what
-        forward makes of them."""
+        """Returns the loss of the whole batch, and the sum of a number over ranks."""
         program = self.program
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         if self._unused.losses:
@@ -404,7 +395,6 @@ class Executor:
         two = torch.stack([total, torch.zeros_like(total) + count])
         shares = torch.cat([two, *self.outputs.shares()])
         self.comm.reduce_ranks_(shares, tuple(range(program.mesh.size)))
-        told = self.outputs.whole(shares[2:])
-        self._updates.apply({name: told.pop(name) for name in program.sums})
-        self.metrics = told
+        self.metrics, sums = self.outputs.told(shares[2:])
+        self.written.update(sums)
         return shares[0].to(getattr(torch, program.loss_dtype)), shares[1]

@@ -45,14 +45,16 @@ class Outputs:
         specs = [self.program.outputs[name] for name in self.summed]
         return [self._sum(spec, torch.float64).flatten() for spec in specs]
 
-    def whole(self, summed: Tensor) -> dict[str, Tensor]:
-        """By name, what every step tells: of shares, joined and summed over all."""
+    def told(self, summed: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Metrics, and sums for updates of buffers, by name, of shares that are joined
+        and summed over all ranks."""
         specs = {name: self.program.outputs[name] for name in self.summed}
         parts = summed.split([prod(spec.shape) for spec in specs.values()])
-        return {
+        whole = {
             name: part.view(spec.shape).to(getattr(torch, spec.dtype))
             for (name, spec), part in zip(specs.items(), parts, strict=True)
         }
+        return whole, {name: whole.pop(name) for name in self.program.sums}
 
     def wholes(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Global tensors, on all ranks, which must all ask for the same."""

@@ -1,5 +1,5 @@
-"""Buffers that forward writes to, as counters and averages: written once a step, on all
-ranks alike, from sums over the whole batch."""
+"""Buffers that are written to: by loops; and by a step where forward counts or averages
+in them, once, on all ranks alike, from sums over the whole batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autopar.passes.ops.evaluate import evaluate
 from autopar.passes.program import Program
 
 
-class BufferUpdates:
-    """What a step makes of the buffers of a rank, which has them whole.
+class WrittenBuffers:
+    """The buffers of a rank, which has them whole, and what a step makes of them.
 
     buffers: by name, those of the executor, which are written to in place.
     """
@@ -24,11 +24,23 @@ class BufferUpdates:
         self, program: Program, buffers: Mapping[str, Tensor], device: torch.device
     ) -> None:
         self.buffers, self.device = buffers, device
+        # Those that stages compute with.
+        self._used = [n for n, spec in program.buffers.items() if spec.stages]
+        self._versions: dict[str, int] = {}
         self.graphs = {n: _on(graph, device) for n, graph in program.updates.items()}
         used = {v.name for g in self.graphs.values() for v in g.constants}
         self.literals = {name: program.literals[name].to(device) for name in used}
 
-    def apply(self, sums: Mapping[str, Tensor]) -> None:
+    def read(self) -> None:
+        """Notes that what follows from buffers alone is computed."""
+        self._versions = {name: self.buffers[name]._version for name in self._used}
+
+    def since_read(self) -> dict[str, Tensor]:
+        """Those that stages compute with, and that were written to since."""
+        held = {name: self.buffers[name] for name in self._used}
+        return {n: x for n, x in held.items() if x._version != self._versions[n]}
+
+    def update(self, sums: Mapping[str, Tensor]) -> None:
         """Writes to the buffers. sums: by the names of outputs, over the batch."""
         held = {**self.buffers, **self.literals, **sums}
         # What one buffer becomes may be another one, as it was.
