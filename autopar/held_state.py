@@ -33,6 +33,7 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.ema import Ema
 from autopar.runtime.parameters.gradient_norm import is_owner
+from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates
 from autopar.unlike_module import refuse_attribute
@@ -55,6 +56,7 @@ class HeldState:
         self._host: Host | None = None
         self._saving: PendingSave[Any] | None = None
         self._ema: Ema | None = None
+        self._model_buffers: ModelBuffers | None = None
 
     if not TYPE_CHECKING:  # where any other name is an error anyway
 
@@ -213,6 +215,8 @@ class HeldState:
             for name, value in table.items():
                 if name in state:
                     value.copy_(state[name])
+        if self._model_buffers is not None:
+            self._model_buffers.write()
         self.executor.set_up()
 
     def training_state(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from autopar.runtime.parameters.gradient_norm import (
     clip_,
     gradient_norms,
 )
+from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, all_beside
 from autopar.unlike_module import StepLoss
@@ -94,6 +95,7 @@ class RankStep(HeldState):
         self._updates = Updates(program, parameters, grads, originals, comm.coords)
         if model is not None:
             self._originals = Originals(model, program, comm.coords)
+            self._model_buffers = ModelBuffers(model, executor.buffers)
         self.names, self._whole, self._fixed = names, unused, fixed
 
     def __call__(self, *positional: Any, local: bool = False, **batch: Any) -> Tensor:
@@ -231,6 +233,8 @@ class RankStep(HeldState):
             like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)
+            if self._model_buffers is not None:
+                self._model_buffers.read()
             check_known(self.program, self.executor.written.since_read())
             self._check_originals()
             if self._host is None:
@@ -250,6 +254,8 @@ class RankStep(HeldState):
             self._agree().on_batch(operation, own, self._updates, held, part),
         ):
             yield data.fields(self.executor, own, local)
+        if self._model_buffers is not None:
+            self._model_buffers.write()
 
     def _check_originals(self) -> None:
         """Raises AutoparError for a model that was changed. Once a step has trained, it

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.passes.errors import AutoparError
+from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.step import Step
 
 
@@ -155,6 +156,25 @@ def test_a_step_has_the_buffers_of_the_model() -> None:
         model.mask[i] = 0
         assert step(**X).item() == pytest.approx(model(**X).item())
     assert torch.equal(step.state_dict()["mask"], model.mask)
+
+
+def test_buffers_on_two_devices_are_kept_alike() -> None:
+    """Here by a copy on the same one."""
+    model, _ = pruned()
+    held = {"mask": model.mask.clone(), "seen": model.seen}
+    both = ModelBuffers(model, held)
+    model.mask[0] = 0
+    both.read()
+    assert torch.equal(held["mask"], model.mask)
+    held["mask"][1] = 2
+    both.write()
+    assert torch.equal(model.mask[:2, 0], torch.tensor([0.0, 2.0]))
+    model.mask[2] = 3
+    both.write()  # what a loop writes is not lost, if a step wrote nothing
+    both.read()
+    assert torch.equal(held["mask"][:3, 0], torch.tensor([0.0, 2.0, 3.0]))
+    del model  # while the step goes on
+    both.read()
 
 
 def test_buffers_are_written_to_alike_on_all_ranks() -> None:
