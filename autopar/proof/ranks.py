@@ -143,7 +143,7 @@ def _run_rank(
         names = [n for n in program.outputs if n not in program.sums]
         outputs = executor.outputs.wholes(names)
         outputs |= {after_step(name): buffers[name].clone() for name in before}
-        step.set_whole(before)
+        _put_back(buffers, before)
         results.append(_OfRank(loss, shards, norm, outputs))
         own.check()
         if inputs.update is not None:
@@ -156,9 +156,17 @@ def _run_rank(
         told = inputs.replay
         comm.state.replay = None if told is None else RoutingReplay(told.told)
         one.evaluated = step.evaluate(**_batch(program, inputs))
-        step.set_whole(before)
+        _put_back(buffers, before)
     own.check()
     return results
+
+
+@torch.no_grad()
+def _put_back(buffers: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+    """Gives buffers that a step has written to what they had. What else it leaves
+    behind stays, and must not show in the next one."""
+    for name, x in before.items():
+        buffers[name].copy_(x)
 
 
 class Watch:
@@ -232,7 +240,9 @@ def _set_weights(step: RankStep, wholes: Mapping[str, Tensor]) -> None:
     """Writes into the rank's shards, as an optimizer does, and into what is whole."""
     for name, p in step.named_parameters():
         p.copy_(_own(step.program, step.comm, name, wholes))
-    step.set_whole({name: wholes[name] for name in step.unused if name in wholes})
+    for name, x in step.unused.items():
+        if name in wholes:
+            x.copy_(wholes[name])
 
 
 # --- what ranks found, joined -------------------------------------------------------
