@@ -254,6 +254,30 @@ def test_another_value_of_a_buffer_is_refused() -> None:
         proved(other, model, batch)
 
 
+class Tokens(nn.Module):
+    """Counts tokens of the batch alone, which is computed ahead of microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("each", torch.zeros(VOCAB))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen += (labels > 0).sum()
+            self.each += torch.histc(ids.float(), bins=VOCAB, min=0, max=VOCAB)
+        logits = self.embed(ids) @ self.embed.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 2), ("pp=2,tp=2", 2)])
+def test_tokens_of_the_batch_are_counted(mesh, microbatches) -> None:
+    model = Tokens()
+    program = compile_offline(model, batch_of(), plan(mesh, microbatches), prove=True)
+    check_step(program, model)
+
+
 class Reads(nn.Module):
     """Reads what it has counted."""
 

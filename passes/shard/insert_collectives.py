@@ -77,6 +77,7 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     factors = sharded.named.factors
     counter = RowCounter(sharded.named, sharded.plan, sharded.counts, lowering)
     for node, own, needs in zip(graph.nodes, factors, sharded.needs, strict=True):
+        lowering.producer_where |= {v.name: node.location for v in node.results}
         if node.results[0].name in sharded.counts:
             counter.add(node)
             continue
@@ -118,8 +119,6 @@ class _Lowering(ReshardEmitter):
             ]
         )
         self.builder.nodes.append(node.substitute(lambda _: next(converted)))
-        for v in node.results:
-            self.producer_where[v.name] = node.location
 
     def bring_out(self, v: Value) -> Value:
         """An output that is to be put together of what ranks have: a sum of their
