@@ -161,7 +161,8 @@ class RankStep(HeldState):
         **batch: Any,
     ) -> Tensor | dict[str, Tensor]:
         """Loss of the global batch of the model in `.eval()`, forward only; on every
-        rank. If that is more than a step without dropout, it is compiled at first.
+        rank. If that is more than a step without dropout, it is compiled at first. What
+        forward writes to buffers in that mode, it writes.
 
         local, other shapes: as for a step. outputs: names of what else the model
         returns, as "logits", or "hidden_states.3" of a tuple in its output; of a tuple

@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ class Experts(nn.Module):
         self.register_buffer("bias", 0.01 * torch.randn(EXPERTS))
         self.register_buffer("load", torch.full((EXPERTS,), 3.0))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("counts", torch.zeros(EXPERTS, dtype=torch.long))
         self.register_buffer("table", torch.ones(EXPERTS, WIDTH), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,6 +102,12 @@ def scattered(moe: Experts, chosen: Tensor, _: Tensor) -> None:
     moe.load.scatter_add_(0, chosen.flatten(), torch.ones(chosen.numel()))
 
 
+def scattered_counts(moe: Experts, chosen: Tensor, _: Tensor) -> None:
+    ones = torch.ones(chosen.numel(), dtype=torch.long)
+    moe.counts.scatter_add_(0, chosen.flatten(), ones)
+    moe.counts.index_add_(0, chosen[:, 1], ones[: len(chosen)])
+
+
 def rows(moe: Experts, chosen: Tensor, gates: Tensor) -> None:
     moe.table.index_add_(0, chosen[:, 0], gates.repeat(1, WIDTH // EXPERTS))
 
@@ -156,6 +164,7 @@ WRITES = (
     bincount,
     one_hot,
     scattered,
+    scattered_counts,
     rows,
     averaged,
     blended,
@@ -218,6 +227,22 @@ def test_layers_that_repeat_write_each_their_own(write) -> None:
     model = model_of(write, layers=10)
     program = compile_offline(model, batch_of(), plan("pp=2,tp=2", 2))
     check_step(program, model)
+
+
+@pytest.mark.matrix(quick=2)
+@pytest.mark.parametrize("seed", range(12))
+def test_writes_in_turn_are_those_of_the_model(seed: int) -> None:
+    """Several that are drawn, each to what those before have left."""
+    drawn = Random(seed)
+    writes = drawn.choices(WRITES, k=drawn.randint(2, 4))
+
+    def write(moe: Experts, chosen: Tensor, gates: Tensor) -> None:
+        for one in writes:
+            one(moe, chosen, gates)
+
+    model = model_of(write, drawn.choice([2, 8]))
+    mesh, microbatches = drawn.choice(MESHES)
+    check_step(compile_offline(model, batch_of(), plan(mesh, microbatches)), model)
 
 
 def test_a_text_does_not_grow_with_its_counters() -> None:

@@ -11,13 +11,12 @@ from zlib import crc32
 import pytest
 import torch
 from losses_of_rows import of_all
-from models import VOCAB, plain_gpt
+from models import VOCAB
 from models_of_rows import case, in_place
 from plans import small_model
 from processes import run_ranks
 from test_agreement import batch_of as batch_of_gpt
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import autopar
@@ -338,68 +337,3 @@ def test_a_loop_does_with_a_step_what_it_does_with_the_model(kind, mesh, zero) -
             assert got == pytest.approx(losses, rel=1e-9), name
             for key, value in state.items():
                 torch.testing.assert_close(weights[key], value, rtol=1e-7, atol=1e-9)
-
-
-# --- weights that are computed of others -------------------------------------------
-
-
-class LowRank(nn.Module):
-    """As a layer around one, or as what its weight is computed by."""
-
-    def __init__(self, layer: nn.Linear, around: bool) -> None:
-        super().__init__()
-        if around:
-            self.layer = layer.requires_grad_(False)
-        sizes = (layer.out_features, 4), (4, layer.in_features)
-        self.up, self.down = (
-            nn.Parameter(torch.randn(size, dtype=layer.weight.dtype) / 10)
-            for size in sizes
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "layer"):
-            return self.layer(x) + 2 * (x @ self.down.T @ self.up.T)
-        return x.detach() + 2 * self.up @ self.down
-
-
-class Ternary(nn.Module):
-    """Rounds, and lets the gradient through."""
-
-    def forward(self, w: Tensor) -> Tensor:
-        scale = w.abs().mean()
-        return w + ((w / scale).round().clamp(-1, 1) * scale - w).detach()
-
-
-class Scaled(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return w / w.detach().abs().amax(1, keepdim=True)
-
-
-COMPUTED: list[Callable[[nn.Linear], nn.Module]] = [
-    lambda layer: LowRank(layer, around=True),
-    lambda layer: parametrize.register_parametrization(
-        layer, "weight", LowRank(layer, around=False)
-    ),
-    lambda layer: parametrize.register_parametrization(layer, "weight", Ternary()),
-    lambda layer: parametrize.register_parametrization(layer, "weight", Scaled()),
-    parametrizations.weight_norm,
-    lambda layer: parametrizations.weight_norm(layer, dim=1),
-    lambda layer: parametrizations.spectral_norm(layer).eval(),
-    lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2"])
-def test_weights_that_are_computed_of_others(mesh: str) -> None:
-    case = plain_gpt(layers=2).double()
-    layers = [
-        (parent, name, layer)
-        for path, parent in case.model.named_modules()
-        for name, layer in parent.named_children()
-        if type(layer) is nn.Linear and path
-    ]
-    assert len(layers) == len(COMPUTED)
-    for (parent, name, layer), compute in zip(layers, COMPUTED, strict=True):
-        setattr(parent, name, compute(layer))
-    case.verify(mesh, 2)

@@ -145,7 +145,7 @@ class Decaying(torch.optim.Optimizer):
     """Takes None for zeros, as some forms of Muon do, and counts its updates."""
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             assert group["params"][0].device.type == "cpu"
             group["updates"] += 1

@@ -7,6 +7,9 @@ import torch
 from cases import Case
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
+
+from autopar.runtime.kernels import sum_exp, sum_exp_backward
 
 
 class Sinks(nn.Module):
@@ -37,3 +40,15 @@ def test_attention_with_sinks_of_padding(mesh):
     ids, labels = torch.randint(1, 32, (2, 4, 8))
     ids[:, 6:] = 0
     Case(Sinks(), {"ids": ids, "labels": labels}).verify(mesh)
+
+
+def test_sum_exp_of_a_row_that_is_all_masked():
+    x = torch.randn(4, 9).index_fill_(0, torch.tensor([1, 3]), -torch.inf)
+    x[2, :5] = -torch.inf
+    m, dy = x.amax(-1), torch.randn(4)
+    total = sum_exp(x, m)
+    assert_close(total.log() + m, x.logsumexp(-1))
+    x.requires_grad_()
+    x.logsumexp(-1).backward(dy)
+    wanted = x.grad.nan_to_num(0)  # torch's of such a row is no number
+    assert_close(sum_exp_backward(x.detach(), dy / total, m), wanted)

@@ -8,7 +8,7 @@ as any other, which microbatches share out, or not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..builder import Builder
@@ -65,29 +65,35 @@ def sum_apart(builder: Builder, node: Node) -> list[Node]:
     nodes: list[Node] = []
 
     def emit(
-        op: str, args: tuple[Any, ...], shape: tuple[int, ...], of: Value
+        op: str, args: tuple[Any, ...], shape: tuple[int, ...], of: Value, **named: Any
     ) -> Value:
         out = builder.value("added", shape, of.dtype)
-        nodes.append(Node(op, args, {}, (out,), node.location))
+        nodes.append(Node(op, args, named, (out,), node.location))
         return out
 
     index, source = node.arg("index"), node.arg("source") or node.arg("src")
-    rows = buffer.shape[:1]
-    whole = node.name == "aten.index_add" or len(buffer.shape) == 1
-    if whole and len(buffer.shape) <= 2 and _is_plain(node, index, source):
-        # The rows that choose one are a dim of a product.
+    rows, plain = buffer.shape[:1], _is_plain(node, index, source)
+    flat, real = len(buffer.shape) == 1, buffer.dtype.is_floating_point
+    by_row = node.name == "aten.index_add" and len(buffer.shape) == 2
+    if plain and (flat or (by_row and real)):  # of integers GPUs have no products
         count, *width = source.shape
-        wide = (count, *(width or [1]))
-        chosen = emit("aten.one_hot.default", (index, *rows), (count, *rows), index)
-        chosen = emit("aten.to.dtype", (chosen, source.dtype), chosen.shape, source)
-        chosen = emit("aten.t.default", (chosen,), (*rows, count), source)
-        source = emit("aten.reshape.default", (source, wide), wide, source)
-        added = emit("aten.mm.default", (chosen, source), (*rows, wide[1]), source)
-        added = emit("aten.reshape.default", (added, buffer.shape), buffer.shape, added)
+        both = count, *rows
+        chosen = emit("aten.one_hot.default", (index, *rows), both, index)
+        chosen = emit("aten.to.dtype", (chosen, source.dtype), both, source)
+        if flat:
+            column = emit(
+                "aten.reshape.default", (source, (count, 1)), (count, 1), source
+            )
+            chosen = emit("aten.mul.Tensor", (chosen, column), both, source)
+            dtype = {"dtype": source.dtype}
+            added = emit("aten.sum.dim_IntList", (chosen, (0,)), rows, source, **dtype)
+        else:
+            turned = emit("aten.t.default", (chosen,), (*rows, count), source)
+            shape = *rows, *width
+            added = emit("aten.mm.default", (turned, source), shape, source)
     else:
         zeros = emit("aten.zeros_like.default", (buffer,), buffer.shape, buffer)
-        added = emit(node.op, (zeros, *rest), buffer.shape, buffer)
-        nodes[-1] = replace(nodes[-1], kwargs=node.kwargs)
+        added = emit(node.op, (zeros, *rest), buffer.shape, buffer, **node.kwargs)
     return [
         *nodes,
         Node("aten.add.Tensor", (buffer, added), {}, node.outs, node.location),

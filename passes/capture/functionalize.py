@@ -89,7 +89,7 @@ def _without_writes(
         else:
             known.note_views(node)
             nodes.append(new)
-    (*outputs,) = map(known.now, graph.outputs)
+    outputs = [*map(known.now, graph.outputs)]
     count = len(outputs) - len(assigned)
     updated = known.updated() | dict(zip(assigned, outputs[count:], strict=True))
     del outputs[count:]
@@ -308,7 +308,7 @@ class _Memory:
             if any(self._root(v.name) == root for v in read):
                 return False
         alike = {v.name for v in (*self.graph.buffers, *self.graph.constants)}
-        alike = (alike | self.params) - set(self.changing)
+        alike = (alike | self.params).difference(self.changing)
         for made in self.builder.nodes:
             seeded = torch.Tag.nondeterministic_seeded in _operator(made).tags
             if not seeded and all(v.name in alike for v in made.operands):
