@@ -84,8 +84,7 @@ def compile(
 
     model: returns its loss, `(logits, loss)`, an output with `.loss`, or a dict, whose
     "loss" is trained, or else the sum of its scalars, see `Step.metrics`; or give
-    `loss_fn(output, batch)`, which may return these. Weights on `meta` are made by the
-    modules' initialisers.
+    `loss_fn(output, batch)`, which may return these. Modules initialise `meta` weights.
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`; or
     sizes of axes that may mean anything, as (4, 2); or what `devices` may be.
     devices: how many of this machine's, or a `Cluster` of them (`"8xA100-80GB"`): the
@@ -97,8 +96,7 @@ def compile(
     device: to compute on; if not given this process's GPU, if there is one.
     prove: that the plan computes what the model does, before anything runs, see
     `autopar.proof.prove_program`; without it, each run warns that nobody did.
-    cache_dir: where code that Inductor compiled is kept; if not given, in a directory
-    for temporary files.
+    cache_dir: where code that Inductor compiled is kept, if not as a temporary file.
     pretrained: a folder of safetensors with the weights of a model that was made in
     `autopar.on_meta()`: no rank has all of them, see `Step.load_pretrained`.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.

@@ -230,7 +230,7 @@ def test_layers_that_repeat_write_each_their_own(write) -> None:
 
 
 @pytest.mark.matrix(quick=2)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 24, 40])
 def test_writes_in_turn_are_those_of_the_model(seed: int) -> None:
     """Several that are drawn, each to what those before have left."""
     drawn = Random(seed)

@@ -30,7 +30,7 @@ TABLES = {
     "passes/capture/rows.py SETTING": LEFT_OUT,
     "passes/capture/rows.py ZEROS": NOTHING,
     "passes/capture/functionalize.py FILLS": "writes that leave the same each time",
-    "passes/capture/functionalize.py NEW": "names that do not follow from others",
+    "passes/capture/in_place.py NEW": "names that do not follow from others",
     "passes/shard/parameter_sharding.py MOVES": "made of the table of resharding",
     "passes/shard/ring.py SOFTMAX": "two names of one op",
     "passes/stage/overlap.py HANDS_ON": "what follows a scatter of a gradient",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -18,20 +17,15 @@ from ..capture.buffer_updates import (
     refuse_write,
     sum_apart,
 )
+from ..capture.in_place import operator_of, without_write
 from ..capture.overlaps import overlap_in_part
 from ..capture.views import is_view, put_back
 from ..errors import CaptureError
-from ..graph import Graph, Node, Value, parameters, resolve, short
+from ..graph import Graph, Node, Value, parameters, short
 from ..ops.arguments import arguments, shows_operand
 from ..ops.evaluate import results_like
 from ..ops.op import op_of
 from ..ops.random import draw_of
-
-# Written in place -> the form that makes a new value, where it has another name.
-NEW = {
-    "aten.normal_.default": "aten.normal_functional.default",
-    "aten.bernoulli_.float": "aten.bernoulli.p",
-}
 
 # Leave the same, however often they are made, where what they write is the same.
 FILLS = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.index_put_")
@@ -59,13 +53,22 @@ def functionalize(
     is not sure that it is a view, and on random numbers that `passes.ops.random` does
     not know.
     """
-    changing = set(trained)
+    changing, made = set(trained), graph.producers()
+    own = graph.outputs[len(graph.outputs) - len(assigned) :]
+    becoming = {_before_writes(v, made).name for v in own}
     while True:  # a table that is filled from a buffer that a step changes is none
-        known = _Memory(graph, memory, changing)
-        made = _without_writes(graph, known, assigned)
+        known = _Memory(graph, memory, changing, becoming)
+        functional = _without_writes(graph, known, assigned)
         if known.updates <= changing:
-            return made
+            return functional
         changing |= known.updates
+
+
+def _before_writes(v: Value, made: Mapping[str, Node]) -> Value:
+    """The tensor that writes in place have given back as v."""
+    while (node := made.get(v.name)) and operator_of(node)._schema.is_mutable:
+        v = node.operands[0]
+    return v
 
 
 def _without_writes(
@@ -76,11 +79,11 @@ def _without_writes(
         _refuse_chance(node)
         known.refuse_statistics(node)
         new = node.substitute(known.now)
-        if _operator(node)._schema.is_mutable:
+        if operator_of(node)._schema.is_mutable:
             target = _target(node, known)
             known.check_reads(target, node)
             shared = known.check(target, node, position)
-            new = replace(new, op=_without_write(node))
+            new = replace(new, op=without_write(node))
             if known.is_updated(target):
                 *before, new = sum_apart(known.builder, new)
                 nodes += before
@@ -113,7 +116,7 @@ def _written(builder: Builder, node: Node) -> list[Node]:
 
 def _refuse_chance(node: Node) -> None:
     """Ranks that hold the same value would draw different ones."""
-    if torch.Tag.nondeterministic_seeded not in _operator(node).tags:
+    if torch.Tag.nondeterministic_seeded not in operator_of(node).tags:
         return
     p = node.arg("dropout")  # between the layers of a recurrent op
     if node.arg("train") is False or p == 0:
@@ -126,8 +129,8 @@ def _refuse_chance(node: Node) -> None:
             fix="make the layers one by one, with nn.Dropout between them, or "
             "dropout=0.0",
         )
-    if _operator(node)._schema.is_mutable:
-        new = replace(node, op=_without_write(node))
+    if operator_of(node)._schema.is_mutable:
+        new = replace(node, op=without_write(node))
     else:
         new = node
     is_dropout = {"train", "dropout_p"}.intersection(op_of(new).heeds.split())
@@ -142,18 +145,18 @@ def _refuse_chance(node: Node) -> None:
     )
 
 
-def _operator(node: Node) -> Any:
-    """The torch operator, with its schema and tags, which torch does not type."""
-    return resolve(node.op)
-
-
 class _Memory:
     """Which values are the same tensor, and which share memory."""
 
     def __init__(
-        self, graph: Graph, memory: Mapping[str, Hashable], changing: Collection[str]
+        self,
+        graph: Graph,
+        memory: Mapping[str, Hashable],
+        changing: Collection[str],
+        becoming: Collection[str],
     ) -> None:
         self.graph, self.memory, self.changing = graph, memory, changing
+        self.becoming = becoming  # tensors that buffers are after the step
         self.tensor: dict[str, str] = {}  # another name of a tensor -> its first name
         self.current: dict[str, Value] = {}  # first name -> what the tensor holds now
         self.root: dict[str, str] = {}  # first name -> whose memory it sees
@@ -265,8 +268,10 @@ class _Memory:
             self.check_lasting(running, node)
 
     def is_updated(self, target: Value) -> bool:
-        """Whether a tensor is a buffer, or a part of one, that is written to."""
-        return self._root(target.name) in self.updates
+        """Whether a tensor is a buffer, or a part of one, that is written to, or what
+        one becomes."""
+        root = self._root(target.name)
+        return root in self.updates or root in self.becoming
 
     def updated(self) -> dict[str, Value]:
         """What each buffer has that was written to, after it."""
@@ -302,7 +307,7 @@ class _Memory:
             return False
         for before in self.graph.nodes[:position]:
             written = (
-                before.operands[:1] if _operator(before)._schema.is_mutable else ()
+                before.operands[:1] if operator_of(before)._schema.is_mutable else ()
             )
             read = () if is_view(before) else before.operands[len(written) :]
             if any(self._root(v.name) == root for v in read):
@@ -310,7 +315,7 @@ class _Memory:
         alike = {v.name for v in (*self.graph.buffers, *self.graph.constants)}
         alike = (alike | self.params).difference(self.changing)
         for made in self.builder.nodes:
-            seeded = torch.Tag.nondeterministic_seeded in _operator(made).tags
+            seeded = torch.Tag.nondeterministic_seeded in operator_of(made).tags
             if not seeded and all(v.name in alike for v in made.operands):
                 alike.update(v.name for v in made.results)
         others = [v for v in node.operands if v is not target]
@@ -360,7 +365,7 @@ class _Memory:
 
 def _target(node: Node, known: _Memory) -> Value:
     """The tensor that a node writes to."""
-    schema = _operator(node)._schema.arguments
+    schema = operator_of(node)._schema.arguments
     written = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
     first = schema[0].name
     if written == [first] and isinstance(value := node.arg(first), Value):
@@ -374,21 +379,3 @@ def _target(node: Node, known: _Memory) -> Value:
         source=str(node.location),
         fix="use the form of the call that returns its result (no out=)",
     )
-
-
-def _without_write(node: Node) -> str:
-    """`aten.mul_.Tensor` -> `aten.mul.Tensor`, `aten.__ior__.Scalar` -> `__or__`."""
-    if (op := NEW.get(node.op)) is not None:
-        return op
-    space, name, overload = node.op.split(".")
-    plain = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
-    op = f"{space}.{plain}.{overload}"
-    try:
-        resolve(op)
-    except AttributeError:
-        raise CaptureError(
-            f"'{short(node.op)}' writes in place, and has no form that does not",
-            source=str(node.location),
-            fix="compute a new tensor instead of writing into one",
-        ) from None
-    return op
