@@ -54,15 +54,20 @@ def capture_model(
     chance = Chance(as_found.generators)
 
     call = model, batch, loss_fn, precision, outputs, metrics
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def put_back() -> None:
         as_found.put_back()
         chance.put_back()
 
+    def kept() -> Iterator[tuple[str, Any]]:
+        return ((c.where, c.after) for c in as_found.changes() if c.where not in own)
+
     def run() -> Traced:
         # Of a model that it cannot capture, torch prints the graph so far.
         with contextlib.redirect_stderr(io.StringIO()):
-            return trace(*call, repeats=repeats)
+            return trace(*call, repeats=repeats, kept=kept)
 
     with methods_shown(model), only_new(), unlogged():
         try:

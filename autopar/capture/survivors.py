@@ -24,8 +24,9 @@ SHAPES = "torch.fx.experimental.symbolic_shapes"
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType)
 STEPS = 5  # from a tensor to who holds it, through containers
 FIX = (
-    "let forward keep no tensors between calls: make them in __init__, or call the "
-    "model once before compile, so that what it keeps is there"
+    "let forward keep no tensors between calls: make what stays as it is in __init__, "
+    "or call the model once before compile, so that it is there; return what is to be "
+    "read after a step beside the loss, as {'loss': loss, 'name': value}"
 )
 
 

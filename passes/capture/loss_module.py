@@ -14,6 +14,7 @@ from ..capture.call_model import call_model
 from ..capture.compiling import Compiling
 from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
+from ..capture.kept_values import KeptValues
 from ..capture.known_values import KnownValues
 from ..capture.listed_rows import rows_listed
 from ..capture.own_collectives import OwnCollectives
@@ -59,6 +60,7 @@ class LossModule(nn.Module):
         self.unseen = Unseen(KnownValues(dict(model.named_buffers())), names)
         self.functions = Functions()
         self.compiling = Compiling()
+        self.kept = KeptValues()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, a scalar, and what else the model returns, of a batch's fields."""
@@ -88,6 +90,7 @@ class LossModule(nn.Module):
                 # Here, as torch prints all that it has traced so far.
                 read = self.unseen.read
                 raise capture_failed(error, self, fields, read) from error
+        self.kept.note(self.unseen.known)
         assigned = self._assigned(before)
         if not self.with_metrics:
             returned = replace(returned, metrics={})

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,13 +65,15 @@ def trace(
     outputs: Sequence[str] = (),
     metrics: bool = True,
     repeats: Repeats | None = None,
+    kept: Callable[[], Iterable[tuple[str, Any]]] = tuple,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, for the shapes of the full batch.
 
     precision: what the model runs in, as its code may ask for the dtype of autocast.
     outputs: what is wanted beside the loss of what the model returns, by name, see
     `Returned`. metrics: whether the scalars of a dict come out too. repeats: of layers
-    that do the same, which are captured once.
+    that do the same, which are captured once. kept: see
+    `KeptValues`.
     Raises CaptureError when the model cannot be captured, changes one of its
     buffers, or returns no scalar loss.
     """
@@ -83,6 +85,7 @@ def trace(
         )
     refuse_hooks(model)
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
+    wrapper.kept.changed = kept
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
     traced = traced or _capture_whole(wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
@@ -110,7 +113,8 @@ def trace(
         metrics=count,
     )
     remarks += (OWN_MASKS,) * traced.own_masks
-    remarks += (*wrapper.unseen.guards.remarks(), *wrapper.compiling.remarks())
+    for noted in (wrapper.unseen.guards, wrapper.compiling, wrapper.kept):
+        remarks += (*noted.remarks(),)
     return replace(traced, remarks=remarks, known=known)
 
 
