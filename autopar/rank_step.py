@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from autopar.capture.frozen_values import FrozenValues
 from autopar.held_state import HeldState
 from autopar.local_batches import Batch, DataRank, batches, fields_of_samples
-from autopar.passes.capture.outside import Outside
+from autopar.passes.capture.forward.outside import Outside
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE
 from autopar.runtime.agreement.agreement import Agreement

@@ -24,7 +24,7 @@ from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
 from autopar.other_shapes import OtherShapes, shapes_of, without_padding
 from autopar.own_modes import own_modes
-from autopar.passes.capture.outside import outside_tensors
+from autopar.passes.capture.forward.outside import outside_tensors
 from autopar.passes.plan import AUTO, Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program

@@ -2,13 +2,15 @@
 
     ops        Op                            all that there is to say of an operation
     capture    find_repeats        Repeats   layers that do the same: few are read
-               trace               Traced    the model's forward, down to the loss
-               batch_expert_loops            experts that are modules, as one product
-               join_weights                  parameters that are read as one stack
+               trace               Traced    the model's forward, down to the loss:
+      forward                                what it asks, calls and keeps as it runs,
+      exported   functionalize               its graph, without writes,
+      rows       batch_expert_loops          experts that are modules, as one product,
+                 join_weights                parameters that are read as one stack
+                 find_input_ranges  InputRange  what integers of a batch may be
                lower_precision     Traced    casts, where autocast would compute so
-               normalize           Traced    one spelling for each thing
-               unsort_rows                   rows of experts where they were
-               find_input_ranges   InputRange  what integers of a batch may be
+      normalize  normalize         Traced    one spelling for each thing
+                 unsort_rows                 rows of experts where they were
     dims       name_dims           Named     what each dim of each tensor is
     schedule   make_schedule       Schedule  what each rank does in turn: the one named,
                fit_schedule                  or one made for what stages take

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .capture.input_ranges import InputRange
+from .capture.rows.input_ranges import InputRange
 from .emit_modules import EmittedStage
 from .graph import Graph, Value
 from .mesh import TIME

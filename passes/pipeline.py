@@ -6,10 +6,9 @@ from collections.abc import Callable
 from math import gcd, prod
 
 from .assemble import assemble
-from .capture.input_ranges import find_input_ranges
 from .capture.lower_precision import lower_precision
-from .capture.normalize import normalize
-from .capture.traced import Traced
+from .capture.normalize.normalize import normalize
+from .capture.rows.input_ranges import find_input_ranges
 from .dims.name_dims import Named, name_dims
 from .emit_modules import emit_modules
 from .errors import AutoparError, BatchError, CaptureError
@@ -31,6 +30,7 @@ from .shard.separable import reads_whole
 from .shard.sort_rows import sort_rows
 from .shard.split_updates import split_updates, with_results
 from .stage.split_stages import split_stages
+from .traced import Traced
 from .watch import Watch
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .capture.input_ranges import InputRange
+from .capture.rows.input_ranges import InputRange
 from .dims.name_dims import UNNAMED, dim_text
 from .graph import Graph
 from .mesh import PIPELINE, Mesh

@@ -14,12 +14,12 @@ import autopar
 from autopar.capture.shorten import find_facts
 from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.trace import trace
-from autopar.passes.capture.traced import Traced
 from autopar.passes.mesh import Mesh, usual_split
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
+from autopar.passes.traced import Traced
 from autopar.planner.planner import ShortModel, capture_short
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program

@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from autopar.options import LAYOUTS, make_plan
 from autopar.passes.capture.trace import trace
-from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import (
     AutoparError,
     CaptureError,
@@ -38,6 +37,7 @@ from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.traced import Traced
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.verification import Verification
 from autopar.verify import verify

@@ -22,7 +22,7 @@ from draw_expert_loops import print_outcomes
 from models import VOCAB, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.errors import (
     AutoparError,
     CaptureError,

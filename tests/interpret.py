@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Graph
 from autopar.passes.ops.evaluate import evaluate
+from autopar.passes.traced import Traced
 
 
 def interpret(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

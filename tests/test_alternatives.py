@@ -10,7 +10,7 @@ from models import mixture, plain_gpt
 from op_shardings import CLUSTER, seconds_of
 
 from autopar.options import make_plan
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.mesh import usual_split
 from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
 from autopar.passes.price.price_layers import price_layers

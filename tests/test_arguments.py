@@ -15,13 +15,13 @@ import pytest
 import torch
 from calls import GROUPS, LOSSES, aten, caller
 
-from autopar.passes.capture.normalize import CLEAN, MEANING
-from autopar.passes.capture.traced import Traced
+from autopar.passes.capture.normalize.normalize import CLEAN, MEANING
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Location, Node, resolve
 from autopar.passes.ops.arguments import PLACEMENT, arguments, is_default, refuse_unread
 from autopar.passes.ops.op import OPS, op_of
 from autopar.passes.ops.random import DRAWN
+from autopar.passes.traced import Traced
 
 HEEDED = {name[5:]: op.heeds for name, op in OPS.items() if name[:5] == "aten."}
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.capture_model import capture_model
 from autopar.options import make_plan
-from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Node
 from autopar.passes.proof_record import Beside, Loops
+from autopar.passes.traced import Traced
 from autopar.proof.beside_loops import compare_loops
 from autopar.proof.ranks import VerificationFailed
 

@@ -16,7 +16,7 @@ from cases import plan
 from torch import Tensor, nn
 
 from autopar.compiler import compile_offline, proved
-from autopar.passes.capture.buffer_updates import after_step
+from autopar.passes.capture.exported.buffer_updates import after_step
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import AutoparError, CaptureError, LossNotSeparable
 from autopar.passes.graph import Graph

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from autopar.options import make_plan
 from autopar.passes.capture.trace import trace
-from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
+from autopar.passes.traced import Traced
 from autopar.verify import verify
 
 ROOM = 3  # rows of an expert, of 24 that choose among 3

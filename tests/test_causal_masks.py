@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from interpret import loss_of
 from torch import Tensor, nn
 
-from autopar.passes.capture import causal_masks, rewrite
-from autopar.passes.capture.normalize import normalize
+from autopar.passes import rewrite
+from autopar.passes.capture.normalize import causal_masks
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 
 SEQ = 96

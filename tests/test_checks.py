@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from models_that_check import CHECKS, DECIDES, both, case_of
 
-from autopar.passes.capture import guards
+from autopar.passes.capture.forward import guards
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 

@@ -14,7 +14,7 @@ from interpret import loss_of
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
-from autopar.passes.capture.compiling import Compiling
+from autopar.passes.capture.forward.compiling import Compiling
 from autopar.passes.capture.trace import trace
 
 # What torch says of itself to whoever asks.

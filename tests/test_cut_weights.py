@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.optimizer_state import Group, join_parts
 from autopar.checkpoints.state import remember
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.graph import Graph, Node
 from autopar.passes.program import Program

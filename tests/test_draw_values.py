@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from models import gpt2, llama, opt, plain_gpt, switch_gpt
 from torch import Tensor, nn
 
-from autopar.passes.capture.input_ranges import InputRange, find_input_ranges
+from autopar.passes.capture.rows.input_ranges import InputRange, find_input_ranges
 from autopar.passes.capture.trace import trace
 from autopar.passes.graph import Value
 from autopar.proof.draw_batches import draw_batch, draw_mask

@@ -35,7 +35,7 @@ from models_of_rows import (
 from torch import Tensor, nn
 
 from autopar.passes.builder import Builder
-from autopar.passes.capture.choices import Match, find_match
+from autopar.passes.capture.rows.choices import Match, find_match
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Location
 from autopar.runtime.agreement.updates import Updates

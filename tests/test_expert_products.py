@@ -13,7 +13,7 @@ from cases import Case
 from models import WIDTH, Stack, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 
 EXPERTS, CHOSEN, HIDDEN = 4, 2, 24
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]

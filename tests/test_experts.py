@@ -10,7 +10,7 @@ import torch
 from cases import Case
 from models import WIDTH, mixture, plain_gpt, switch_gpt
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.errors import LossNotSeparable
 from autopar.passes.program import Program

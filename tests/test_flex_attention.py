@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from autopar.passes.capture.flex_attention import flex_as_attention
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.forward.flex_attention import flex_as_attention
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.graph import Node, Value
 from autopar.passes.mesh import Mesh, usual_split

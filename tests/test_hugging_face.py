@@ -10,7 +10,7 @@ from cases import Case
 from hf import MORE, VOCAB, padded_batch, precise_loss, tiny
 from models import randomize
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.program import Program
 

@@ -15,7 +15,7 @@ from draw_carried import Drawn as DrawnCarried
 from draw_layers import EMBEDDED, MIXERS, READS, ROUTERS, VOCAB, Drawn, Reading
 from proofs import prove, run_full_size
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.program import Program
 from autopar.passes.proof_record import SMALL

@@ -18,10 +18,12 @@ ROOT = Path(__file__).parents[1]
 PASSES = (
     "__init__", "errors", "ranges", "atoms", "digest", "nested", "replaced", "watch",
     "graph_text", "graph", "builder", "decode", "mesh", "ops", "cost", "layers",
-    "repeat_layers", "part", "capture", "dims", "schedule", "recompute", "plan",
-    "shard", "stage", "price", "search", "proof_record", "program", "proof",
-    "read_program", "schedule_stages", "emit_modules", "assemble", "pipeline",
+    "repeat_layers", "part", "rewrite", "traced", "capture", "dims", "schedule",
+    "recompute", "plan", "shard", "stage", "price", "search", "proof_record", "program",
+    "proof", "read_program", "schedule_stages", "emit_modules", "assemble", "pipeline",
 )  # fmt: skip
+# The rooms of `capture`; its own files call them all.
+CAPTURE = ("forward", "rows", "exported", "normalize")
 # The rooms of `autopar`, and files that are one; the API and its own name come last.
 ROOMS = (
     "version", "gc_paused", "own_modes", "read_file", "units", "terminal", "progress",
@@ -128,7 +130,18 @@ def test_a_place_of_passes_imports_those_before_it(place: str) -> None:
         assert [name for _, name in used_in(path) if within(name, after)] == []
 
 
+@pytest.mark.parametrize("room", CAPTURE)
+def test_a_room_of_capture_imports_those_before_it(room: str) -> None:
+    folder = f"{COMPILER}.capture"
+    before = {f"{folder}.{name}" for name in CAPTURE[: CAPTURE.index(room) + 1]}
+    for path in sources(ROOT / "passes" / "capture" / room):
+        names = {name for _, name in used_in(path) if within(name, {folder})}
+        assert {name for name in names if not within(name, before)} == set(), path
+
+
 def test_all_of_passes_has_a_place() -> None:
+    rooms = {path.parent.name for path in (ROOT / "passes/capture").rglob("*.py")}
+    assert rooms - {"capture"} == set(CAPTURE)
     places = {path.stem for path in (ROOT / "passes").glob("[a-z_]*")}
     assert places - {"__pycache__"} == set(PASSES)
 

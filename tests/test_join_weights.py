@@ -10,7 +10,7 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.capture.join_weights import enclosing, spanning
+from autopar.passes.capture.rows.join_weights import enclosing, spanning
 from autopar.passes.capture.trace import trace
 
 COUNT = 4

@@ -10,6 +10,7 @@ from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 
+
 def add_hook(model, function):
     model.blocks[0].register_forward_hook(function)
 

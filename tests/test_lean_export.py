@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.graph_module import GraphModule
 
-from autopar.passes.capture.lean_export import UserFrames
+from autopar.passes.capture.forward.lean_export import UserFrames
+from autopar.passes.capture.forward.user_frames import TORCH
 from autopar.passes.capture.trace import trace
-from autopar.passes.capture.user_frames import TORCH
 
 
 class Inner(nn.Module):

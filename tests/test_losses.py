@@ -13,7 +13,7 @@ from cases import Case
 from models import VOCAB, WIDTH, Stack, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.capture.loss import LOSS_RULES
+from autopar.passes.capture.normalize.loss import LOSS_RULES
 from examples.gpt import GPT, Config
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.trace import trace
-from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Node, bare
 from autopar.passes.ops.op import OPS
+from autopar.passes.traced import Traced
 from autopar.proof.reference import reference_step
 from autopar.verify import verify
 

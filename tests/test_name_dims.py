@@ -8,7 +8,7 @@ import torch
 from hf import padded_batch, tiny
 from torch import Tensor, nn
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.dims.probe import take

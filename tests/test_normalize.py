@@ -12,10 +12,10 @@ from hf import CONFIGS, padded_batch, precise_loss, tiny
 from interpret import loss_of
 from torch import Tensor, nn
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
-from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Node, Value, short
+from autopar.passes.traced import Traced
 
 
 class Body(nn.Module):

@@ -30,7 +30,7 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.options import make_plan
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.dims.origins import Origin

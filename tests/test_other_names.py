@@ -11,7 +11,7 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.capture.other_names import NAMES, usual_op
+from autopar.passes.capture.exported.other_names import NAMES, usual_op
 
 # Of x and y, both [b, s, 32] -> the same.
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -10,7 +10,7 @@ import torch
 from cases import Case
 from torch import Tensor, nn
 
-from autopar.passes.capture.overlaps import overlap_in_part
+from autopar.passes.capture.exported.overlaps import overlap_in_part
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Node, Value

@@ -8,7 +8,7 @@ import torch
 from cases import Case
 from torch import nn
 
-from autopar.passes.capture.custom_functions import Functions
+from autopar.passes.capture.forward.custom_functions import Functions
 
 
 class LossOfKnown(torch.autograd.Function):

@@ -17,7 +17,7 @@ import autopar
 from autopar import other_shapes
 from autopar.capture.weightless import without_weights
 from autopar.options import make_plan
-from autopar.passes.capture.call_model import loss_of
+from autopar.passes.capture.forward.call_model import loss_of
 from autopar.passes.errors import BatchError
 from autopar.proof import padding
 from autopar.proof.padding import Fills, find_fills, pad

@@ -15,7 +15,7 @@ from models import gpt2, llama, plain_gpt, switch_gpt
 from autopar.capture.shorten import find_layers, of_few_layers
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.layers import Layers
 from autopar.passes.pipeline import compile_program

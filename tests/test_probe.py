@@ -5,7 +5,7 @@ import torch
 from graphs import ints, node, x
 from torch import Tensor
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.dims import probe
 from autopar.passes.dims.name_dims import name_dims

@@ -32,7 +32,7 @@ from autopar.measure.compiled import measure_compiled
 from autopar.measure.messages import geometries, measure_messages
 from autopar.measure.ops import NO_MESH, JobTimes, make_job, run_job
 from autopar.options import make_plan
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.cost import signature
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import Mesh

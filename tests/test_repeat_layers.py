@@ -22,12 +22,12 @@ from autopar.options import make_plan
 from autopar.passes.builder import prune
 from autopar.passes.capture import trace as tracing
 from autopar.passes.capture.trace import trace
-from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Value
 from autopar.passes.layers import Repeats
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
+from autopar.passes.traced import Traced
 from autopar.verify import verify
 
 ROWS, SEQ, DIM = 2, 4, 8

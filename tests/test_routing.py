@@ -13,7 +13,7 @@ from cases import Case, plan
 from models import mixture
 from torch import Tensor, nn
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import Mesh, balanced, usual_split
 from autopar.passes.pipeline import compile_program

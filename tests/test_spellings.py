@@ -13,7 +13,7 @@ from cases import Case
 from models import WIDTH, Block, Stack, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.errors import CaptureError
 from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE

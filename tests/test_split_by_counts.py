@@ -22,7 +22,7 @@ from models_of_rows import EXPERTS, WIDTH, case, split
 from torch import Tensor
 
 from autopar.options import make_plan
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.pipeline import compile_program

@@ -15,8 +15,8 @@ from models import mixture, token_batch
 from torch import Tensor, nn
 
 from autopar.options import make_plan
-from autopar.passes.capture.choices import numbers_of
-from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.normalize.normalize import normalize
+from autopar.passes.capture.rows.choices import numbers_of
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.ops.experts import PRODUCT

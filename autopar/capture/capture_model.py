@@ -18,12 +18,12 @@ from autopar.capture.methods_shown import methods_shown
 from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.capture.unusable_tensors import refuse_unusable
 from autopar.passes.capture.find_repeats import find_repeats, layer_kinds
+from autopar.passes.capture.forward.scripted import refuse_scripted
 from autopar.passes.capture.mixed_precision import Lowering
-from autopar.passes.capture.scripted import refuse_scripted
 from autopar.passes.capture.trace import run_without_data, trace
-from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import CaptureError
 from autopar.passes.replaced import replaced
+from autopar.passes.traced import Traced
 from autopar.progress import tell
 
 # Steps after which a model does what it does later: longer than what it waits for, and

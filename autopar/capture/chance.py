@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.capture.user_frames import is_users
+from autopar.passes.capture.forward.user_frames import is_users
 from autopar.passes.errors import CaptureError
 
 STDLIB = sysconfig.get_path("stdlib") + os.sep

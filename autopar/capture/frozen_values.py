@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from autopar.capture.left_as_found import is_users, is_users_file
 from autopar.capture.names_read import Names, Root
-from autopar.passes.capture.outside import sample
+from autopar.passes.capture.forward.outside import sample
 from autopar.passes.errors import AutoparError
 from autopar.unlike_module import ANOTHER_STEP
 

@@ -22,8 +22,7 @@ from autopar.gc_paused import gc_paused
 from autopar.models.batches import with_samples
 from autopar.options import make_plan
 from autopar.passes.capture.lower_precision import lower_precision
-from autopar.passes.capture.normalize import normalize
-from autopar.passes.capture.traced import Traced
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.errors import LossNotSeparable, StageError
 from autopar.passes.layers import Layers
@@ -48,6 +47,7 @@ from autopar.passes.shard.query_groups import (
     find_groups,
     split_groups,
 )
+from autopar.passes.traced import Traced
 from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting

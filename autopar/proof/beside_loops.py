@@ -12,15 +12,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autopar.passes.capture.loops_beside import of_each, put_together
-from autopar.passes.capture.rows import CHOOSES
-from autopar.passes.capture.traced import Traced
+from autopar.passes.capture.rows.loops_beside import of_each, put_together
+from autopar.passes.capture.rows.rows import CHOOSES
 from autopar.passes.errors import AutoparError
 from autopar.passes.graph import Graph
 from autopar.passes.proof.choose_sizes import Order, choose_sizes
 from autopar.passes.proof.find_extents import find_extents
 from autopar.passes.proof.shrink import SMALL_NUMBER, Shrinker
 from autopar.passes.proof_record import Loops
+from autopar.passes.traced import Traced
 from autopar.progress import tell
 from autopar.proof.differences import differences, result_of_model
 from autopar.proof.interpret import run_graph

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from autopar.capture.capture_model import capture_model
 from autopar.capture.left_as_found import AsFound, left_as_found
 from autopar.capture.shorten import of_few_layers
-from autopar.passes.capture.buffer_updates import after_step
-from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.called import Call, Calls
+from autopar.passes.capture.exported.buffer_updates import after_step
+from autopar.passes.capture.forward.call_model import loss_of
+from autopar.passes.capture.forward.user_frames import at_work
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
 from autopar.passes.capture.trace import run_without_data
-from autopar.passes.capture.traced import Traced
-from autopar.passes.capture.user_frames import at_work
 from autopar.passes.errors import AutoparError, CaptureError
 from autopar.passes.layers import Layers
 from autopar.passes.ops.random import DRAWN
 from autopar.passes.proof_record import CALLS, NUMBERS, Beside
+from autopar.passes.traced import Traced
 from autopar.progress import tell
 from autopar.proof.beside_loops import compare_loops
 from autopar.proof.differences import differences, result_of_model

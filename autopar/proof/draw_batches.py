@@ -12,7 +12,13 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
-from autopar.passes.capture.input_ranges import DOCUMENT, INDEX, LABEL, MASK, InputRange
+from autopar.passes.capture.rows.input_ranges import (
+    DOCUMENT,
+    INDEX,
+    LABEL,
+    MASK,
+    InputRange,
+)
 from autopar.proof.chance import dtype_of, generator_of, uniform
 
 Spec = tuple[tuple[int, ...], "torch.dtype | str"]  # shape and dtype

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.capture_model import capture_model
 from autopar.capture.left_as_found import AsFound
-from autopar.passes.capture.call_model import loss_of
+from autopar.passes.capture.forward.call_model import loss_of
 from autopar.passes.capture.mixed_precision import Lowering, low_dtype
-from autopar.passes.capture.traced import Traced
 from autopar.passes.program import Program
+from autopar.passes.traced import Traced
 from autopar.progress import tell
 from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_buffers

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.capture.normalize import normalize
-from autopar.passes.capture.on_meta import META, Shapes
-from autopar.passes.capture.traced import Traced
+from autopar.passes.capture.forward.on_meta import META, Shapes
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE, Mesh
 from autopar.passes.ops.random import CHANCE
@@ -28,6 +27,7 @@ from autopar.passes.program import Program, coords_text
 from autopar.passes.proof_record import CutShort
 from autopar.passes.schedule.check_schedule import check
 from autopar.passes.shard.layout import extent
+from autopar.passes.traced import Traced
 from autopar.proof.ranks import VerificationFailed
 from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.comm.work import Arrived, Work

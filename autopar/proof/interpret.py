@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.capture.traced import Traced
 from autopar.passes.graph import Node, Value, resolve
 from autopar.passes.ops.random import DRAWN
+from autopar.passes.traced import Traced
 from autopar.proof.in_double import grouped_mm, in_double, tree_in_double
 from autopar.proof.reference import OurChance
 

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from autopar.capture.capture_model import capture_model
 from autopar.local_batches import fields_of_samples
 from autopar.own_modes import on_cpu
-from autopar.passes.capture.input_ranges import (
+from autopar.passes.capture.rows.input_ranges import (
     LABEL,
     MASK,
     InputRange,
     find_input_ranges,
 )
-from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import BatchError
 from autopar.passes.program import Program
 from autopar.passes.proof.choose_sizes import choose_sizes
 from autopar.passes.proof.find_extents import find_extents
 from autopar.passes.proof.shrink import Shrinker
+from autopar.passes.traced import Traced
 from autopar.proof.chosen_layers import find_chosen_layers, with_few_layers
 from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.interpret import run_graph

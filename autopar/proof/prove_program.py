@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.own_modes import on_cpu
-from autopar.passes.capture.traced import Traced
 from autopar.passes.errors import AutoparError
 from autopar.passes.layers import number_in
 from autopar.passes.mesh import TIME
@@ -27,6 +26,7 @@ from autopar.passes.proof.same_specs import find_other_spec
 from autopar.passes.proof.shrink_plan import ChosenLayers, StageLayers
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.passes.proof_record import SMALL, WHOLE, Proof
+from autopar.passes.traced import Traced
 from autopar.progress import tell
 from autopar.proof.beside_model import (
     LITTLE,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checkpoints.memory import Memory
-from autopar.passes.capture.buffer_updates import after_step
+from autopar.passes.capture.exported.buffer_updates import after_step
 from autopar.passes.program import Program
 from autopar.progress import tell
 from autopar.proof.errors import (

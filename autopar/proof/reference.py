@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from autopar.capture.left_as_found import buffers_kept
-from autopar.passes.capture.call_model import loss_of
+from autopar.passes.capture.forward.call_model import loss_of
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
 from autopar.passes.graph import resolve
 from autopar.passes.ops.random import draw_of, overload

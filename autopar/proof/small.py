@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
 from autopar.passes.capture.lower_precision import lower_precision
-from autopar.passes.capture.normalize import normalize
-from autopar.passes.capture.traced import Traced
+from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import PIPELINE, TIME
 from autopar.passes.ops.op import is_view
@@ -45,6 +44,7 @@ from autopar.passes.proof.shrink_plan import (
 )
 from autopar.passes.shard.cut_weights import cut_weights
 from autopar.passes.shard.propagate import Sharded, propagate
+from autopar.passes.traced import Traced
 from autopar.proof.chosen_layers import (
     all_layers,
     find_chosen_layers,

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.capture.input_ranges import find_input_ranges
-from autopar.passes.capture.traced import Traced
+from autopar.passes.capture.rows.input_ranges import find_input_ranges
 from autopar.passes.graph import Value
+from autopar.passes.traced import Traced
 from autopar.proof.draw_values import draw_batch, draw_parameters
 
 STEPS = 2  # that a proof takes

@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 from autopar.models.load import load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
 from autopar.passes.capture.trace import trace  # noqa: E402
-from autopar.passes.capture.traced import Traced  # noqa: E402
 from autopar.passes.mesh import Mesh  # noqa: E402
 from autopar.passes.pipeline import compile_program  # noqa: E402
 from autopar.passes.plan import Plan  # noqa: E402
 from autopar.passes.price.cluster import PLAIN  # noqa: E402
 from autopar.passes.program import Program  # noqa: E402
 from autopar.passes.shard.sharding import local_extent  # noqa: E402
+from autopar.passes.traced import Traced  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH, FFN, VOCAB, SEQ = 32, 8, 4096, 14336, 128256, 8192
 MB = 1e6

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..capture.on_meta import counts_rows
+from ..capture.forward.on_meta import counts_rows
 from ..layers import FIRST
 from ..nested import tensors
 from ..replaced import replaced

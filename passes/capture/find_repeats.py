@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor, nn
 
 from ..capture.called import Call, Calls
-from ..capture.guards import Reading
+from ..capture.forward.guards import Reading
 from ..errors import CaptureError
 from ..layers import BEFORE, FIRST, Repeats, longest
 

@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 
 from ..builder import Builder, prune
-from ..capture.traced import Traced
 from ..errors import CaptureError
 from ..graph import Graph, Location, Node, Value
 from ..graph_text import DTYPES
 from ..ops.evaluate import results_like
 from ..ops.op import is_view, op_of
 from ..ops.random import awaits_number
+from ..traced import Traced
 
 CAST = "aten.to.dtype"
 

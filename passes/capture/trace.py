@@ -20,34 +20,34 @@ import torch
 from torch import nn
 
 from ..builder import find_reached
-from ..capture.buffer_updates import after_step
-from ..capture.call_model import only_by_any_keyword
-from ..capture.choose_rows import remark_on_loops
-from ..capture.chosen_rows import keep_all_rows
-from ..capture.compare_readings import are_equal, are_same
-from ..capture.expert_loops import batch_expert_loops
-from ..capture.fake_tensors import device_of, on_fake_tensors
+from ..capture.exported.buffer_updates import after_step
+from ..capture.exported.functionalize import functionalize
+from ..capture.exported.order_tables import order_tables
+from ..capture.exported.read_export import ExportReader
+from ..capture.exported.read_sources import aliases_of, names_of, read_sources
 from ..capture.find_repeats import Ran, Watch, with_layers
-from ..capture.functionalize import functionalize
-from ..capture.guards import Reading
-from ..capture.join_weights import join_weights, remark_on_frozen
-from ..capture.lean_export import lean_export
-from ..capture.loss_module import LossModule
+from ..capture.forward.call_model import only_by_any_keyword
+from ..capture.forward.fake_tensors import device_of, on_fake_tensors
+from ..capture.forward.guards import Reading
+from ..capture.forward.lean_export import lean_export
+from ..capture.forward.loss_module import LossModule
+from ..capture.forward.on_meta import META
+from ..capture.forward.torch_shapes import shapes_of_grouped_products
+from ..capture.forward.unseen import refuse_hooks
+from ..capture.forward.values_read import NO_NUMBER, capture_failed
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
-from ..capture.on_meta import META
-from ..capture.order_tables import order_tables
-from ..capture.read_export import ExportReader
-from ..capture.read_sources import aliases_of, names_of, read_sources
-from ..capture.rows import OWN_MASKS, has_own_masks
-from ..capture.torch_shapes import shapes_of_grouped_products
-from ..capture.traced import Traced
-from ..capture.unseen import refuse_hooks
-from ..capture.values_read import NO_NUMBER, capture_failed
+from ..capture.rows.choose_rows import remark_on_loops
+from ..capture.rows.chosen_rows import keep_all_rows
+from ..capture.rows.compare_readings import are_equal, are_same
+from ..capture.rows.expert_loops import batch_expert_loops
+from ..capture.rows.join_weights import join_weights, remark_on_frozen
+from ..capture.rows.rows import OWN_MASKS, has_own_masks
 from ..digest import digest
 from ..errors import CaptureError
 from ..graph import SOURCES, Graph
 from ..layers import Layered, NotAlike, Repeats
 from ..repeat_layers import Repeater
+from ..traced import Traced
 
 # Readings that are to compute the same.
 AGREE = (

@@ -15,13 +15,13 @@ from functools import cache
 from math import prod
 
 from ..atoms import Atoms
-from ..capture.traced import Traced
 from ..dims.choose_names import choose_names
 from ..dims.origins import Origin, find_origins
 from ..dims.probe import probe_equation
 from ..graph import Graph, Node, Value
 from ..ops.notation import Equation, Role, extent_of
 from ..ops.rules import equation
+from ..traced import Traced
 
 
 @dataclass(frozen=True, slots=True)

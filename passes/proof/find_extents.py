@@ -16,8 +16,7 @@ from math import prod
 import torch
 
 from ..atoms import Atoms
-from ..capture.choices import places_along
-from ..capture.traced import Traced
+from ..capture.rows.choices import places_along
 from ..dims.name_dims import Dim, Dims, bind
 from ..dims.probe import probe_equation
 from ..graph import LAYER, Graph, Node, Value
@@ -27,6 +26,7 @@ from ..ops.reductions import dims_of, topmost
 from ..ops.rules import equation, is_pointwise
 from ..ops.shrunk import comparison
 from ..proof.extents import MARGIN, Bound, Extent, Extents, Product, Split, Sum, size_of
+from ..traced import Traced
 
 
 def find_extents(

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.choices import places_along
-from ..capture.recognize_experts import PRODUCTS
-from ..capture.traced import Traced
+from ..capture.normalize.recognize_experts import PRODUCTS
+from ..capture.rows.choices import places_along
 from ..graph import Graph, Node, Value, map_values, resolve
 from ..ops.op import is_view, op_of
 from ..ops.parts import comb_of, part_of, steps_in
 from ..proof.choose_sizes import NotShrunk
 from ..proof.extents import MARGIN, Extent, Extents
+from ..traced import Traced
 
 # Numbers of at most this size in comparisons of positions are counts, not sizes.
 SMALL_NUMBER = 8

@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ..builder import with_values
-from ..capture.buffer_updates import after_step
-from ..capture.traced import Traced
+from ..capture.exported.buffer_updates import after_step
 from ..graph import LAYER, Graph, Node, Value
 from ..layers import FIRST, Layered, NotAlike, Repeats, longest, number_in, renumbered
 from ..part import Part
@@ -24,6 +23,7 @@ from ..plan import Plan
 from ..repeat_layers import Repeater
 from ..shard.insert_collectives import Lowered
 from ..shard.sharding import Sharding
+from ..traced import Traced
 
 KEPT = 4  # times of what repeats
 ONE_LAYER = re.compile(r"[\d?\[]")  # in a pattern: it may tell layers apart

@@ -14,7 +14,6 @@ from itertools import takewhile
 from math import prod
 
 from ..builder import prune
-from ..capture.traced import Traced
 from ..dims.name_dims import Dims, Factor
 from ..dims.origins import Origin, find_differentiable, find_origins
 from ..errors import LossNotSeparable
@@ -32,6 +31,7 @@ from ..shard.propagate import Sharded
 from ..shard.resharding import R, Step, V, transition
 from ..shard.routed import Ways
 from ..shard.sharding import Sharding
+from ..traced import Traced
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..builder import Builder, needed_nodes
-from ..capture.traced import Traced
 from ..dims.name_dims import Named
 from ..graph import Graph, Location, Node, Value
 from ..ops.random import CHANCE, awaits_number
+from ..traced import Traced
 
 
 def with_results(traced: Traced) -> Traced:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from autopar.passes.capture.on_meta import Shapes
+from autopar.passes.capture.forward.on_meta import Shapes
 from autopar.passes.graph import LAYER
 from autopar.passes.program import ParameterSpec, Program
 from autopar.reports.html.observe import Made, Seen, observe

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.passes.capture.on_meta import Shapes
+from autopar.passes.capture.forward.on_meta import Shapes
 from autopar.passes.nested import tensors
 from autopar.passes.program import Program, dtype_name
 from autopar.proof.full_size import run_module

@@ -92,5 +92,5 @@ class Choosing(TorchFunctionMode):
 def _is_choice(
     input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> bool:
-    """As `passes.capture.recognize_experts.choice` has it."""
+    """As `passes.capture.normalize.recognize_experts.choice` has it."""
     return largest and input.dim() > 0 and dim % input.dim() == input.dim() - 1

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.capture.unseen import refuse_hooks
+from autopar.passes.capture.forward.unseen import refuse_hooks
 from autopar.passes.errors import AutoparError
 from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.runtime.parameters.shards import take_shard

@@ -1,0 +1,1 @@
+"""What torch.export gives: a graph of ours, without writes."""

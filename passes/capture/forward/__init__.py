@@ -1,0 +1,1 @@
+"""A forward that is captured, while it runs: what it asks, calls and keeps."""

@@ -1,0 +1,119 @@
+"""Values of what is computed of buffers, of tensors outside of the model and of numbers
+alone, while a model is captured: forward may ask about them, as whether a table has
+been filled or how far its positions go, and so may a teacher that a loss function asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...nested import tensors
+from ..forward.values_read import UNKNOWN
+
+READS = (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.item)
+
+
+class _AnyValue(Exception):
+    """A value is another one each time."""
+
+
+class _Certain(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        empty = "empty" in func._schema.name
+        if empty or torch.Tag.nondeterministic_seeded in func.tags:
+            raise _AnyValue
+        return func(*args, **(kwargs or {}))
+
+
+def _value(buffer: Tensor) -> Tensor:
+    if buffer.is_meta:
+        raise _AnyValue
+    return buffer
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor of the capture, as of which write, how to make it with its values, and
+    of which buffers."""
+
+    x: Tensor  # so that no other has its id
+    version: int
+    make: Callable[[], Any]
+    buffers: frozenset[str]
+
+
+class KnownValues:
+    """buffers: the model's own, by name, which programs do not change. A single number
+    may count steps, which the user's loop does: that is not known. asked: names of
+    those that an answer depends on."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self.buffers = {k: v for k, v in buffers.items() if v.numel() > 1}
+        self.asked: set[str] = set()
+        self.made: dict[int, _Made] = {}  # tensors of the capture by their id
+
+    def begin(self, captured: Mapping[str, Tensor]) -> None:
+        """captured: the buffers, as they are in a capture."""
+        self.made.clear()
+        for name, x in captured.items():
+            if name in self.buffers:
+                value = partial(_value, self.buffers[name])
+                self.made[id(x)] = _Made(x, x._version, value, frozenset([name]))
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Remembers how a call would be made with the values."""
+        if not isinstance(result, Tensor):
+            return
+        read = {id(x): x for x in tensors((args, kwargs))}
+        numbers = tree_leaves((args, kwargs))
+        if id(result) in read or any(isinstance(n, UNKNOWN) for n in numbers):
+            return
+        known = {key: self._made(x) for key, x in read.items()}
+        made = {key: one for key, one in known.items() if one is not None}
+        if len(made) == len(read):
+            names = frozenset[str]().union(*(one.buffers for one in made.values()))
+
+            def make() -> Any:
+                own = tree_map_only(
+                    Tensor, lambda x: made[id(x)].make(), (args, kwargs)
+                )
+                return func(*own[0], **own[1])
+
+            self.made[id(result)] = _Made(result, result._version, make, names)
+
+    def read(self, func: Any, x: Any) -> Any:
+        """What a call that reads a number gives; None where it is not known."""
+        made = self.made.get(id(x)) if func in READS else None
+        if made is None or made.version != x._version:
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), _Certain():
+            try:
+                value = func(made.make())
+            except _AnyValue:
+                return None
+        self.asked |= made.buffers
+        return value
+
+    def buffers_of(self, x: Any) -> frozenset[str] | None:
+        """The buffers that a tensor was computed of, and of nothing else but what is
+        constant; None of any other."""
+        made = self._made(x) if isinstance(x, Tensor) else None
+        return None if made is None else made.buffers
+
+    def _made(self, x: Tensor) -> _Made | None:
+        """None of what is not known. What is no tensor of the capture has its values:
+        `passes.capture.forward.outside` refuses steps once they have changed."""
+        if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
+            return _Made(x, x._version, lambda: x, frozenset())
+        made = self.made.get(id(x))
+        return made if made is not None and made.version == x._version else None

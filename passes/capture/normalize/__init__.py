@@ -1,0 +1,1 @@
+"""One spelling for each thing that models write in many ways."""

@@ -1,0 +1,1 @@
+"""Rows that the data choose, and loops over experts."""

@@ -1,0 +1,262 @@
+"""Whether two readings of a model, as if rows were chosen and as if none were, compute
+the same: see `passes.capture.forward.guards`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...graph import Graph, Node, Value, map_values
+from ...ops.op import is_view, op_of, shows_all
+from ...traced import Traced
+from ..rows.choices import REPEATED, Match, find_counted, find_match
+from ..rows.reduce_rows import LOSSES
+from ..rows.rows import ADDING, CHOOSES, ZEROS
+
+# One that is 0 says so of all numbers only where none is below 0.
+TAKEN_TOGETHER = ("aten.sum", "aten.max", "aten.amax")
+# 0 throughout where their first operand is, beside what shows some of it.
+STAY = ("aten.any", "aten.count_nonzero", *TAKEN_TOGETHER)
+WRITES = {
+    *(f"aten.{name}" for name in ("index_put", "index_copy", "masked_scatter")),
+    *("aten.scatter", *ADDING),
+}
+EMPTY = -1  # the key of rows of which there are none
+
+
+class Keys:
+    """Numbers for what graphs compute, the same for what is made alike."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Hashable, int] = {}
+        # Of what is seen in a wider type, the key of what it is, and the type of that.
+        self.widened: dict[int, tuple[int, torch.dtype]] = {}
+
+    def number(self, made: Hashable) -> int:
+        return self.numbers.setdefault(made, len(self.numbers))
+
+    def of(
+        self,
+        graph: Graph,
+        literals: Mapping[str, Tensor],
+        zeros: Set[str] = frozenset(),
+    ) -> dict[str, int]:
+        """Value name -> the key of what it is where the values of these names are 0, as
+        are rows that they choose."""
+        keys = {v.name: self.number(v.name) for v in graph.sources}
+        keys |= {name: self.number(_content(x)) for name, x in literals.items()}
+        zeros = set(zeros)
+        zero_keys = {keys[name] for name in zeros & keys.keys()} - {EMPTY}
+        for node in graph.nodes:
+            args, kwargs = map_values(
+                lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
+            )
+            made = node.op, args, tuple(sorted(kwargs.items(), key=str))
+            read = [keys[v.name] for v in node.operands]
+            fresh = [
+                None if v is None else self.number((*made, place))
+                for place, v in enumerate(node.outs)
+            ]
+            if EMPTY in read:
+                fresh = [_without(node, read)] * len(fresh)
+                if node.name in WRITES and node.operands[0].name in zeros:
+                    zeros.add(node.out.name)
+            elif node.name in ZEROS:
+                zeros.add(node.out.name)
+            elif (same := self._same(node, args, read)) is not None:
+                fresh = [same]
+            elif node.name == "aten.mul" and node.arg("other") == 0:
+                zeros.add(node.out.name)
+            elif zeros.intersection(v.name for v in node.operands):
+                if node.op == CHOOSES:
+                    fresh = [EMPTY] * len(fresh)
+                elif _stays(node, zeros):
+                    zeros.update(v.name for v in node.results)
+                elif (rest := _added(node, zeros)) is not None:
+                    fresh = [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
+                    zeros.update([node.out.name] if rest.name in zeros else ())
+            for v, key in zip(node.outs, fresh, strict=True):
+                if v is None:
+                    continue
+                keys[v.name] = self.number(v) if key is None else key
+                if v.name in zeros:
+                    zero_keys.add(keys[v.name])
+                elif keys[v.name] in zero_keys:
+                    zeros.add(v.name)
+        return keys
+
+    def _same(self, node: Node, args: Sequence[Any], read: list[int]) -> int | None:
+        """The key of what a node makes no other: a copy, or a part put back."""
+        if node.name == "aten.copy":
+            source, out = node.operands[-1], node.out
+            alike = source.shape == out.shape and source.dtype == out.dtype
+            return read[-1] if alike else None
+        if op_of(node).elements == "same" and node.name != "aten.detach":
+            return read[0]
+        if op_of(node).elements == "cast" and read[0] in self.widened:
+            key, dtype = self.widened[read[0]]
+            return key if dtype == node.out.dtype else None
+        if node.name == "aten.select_scatter":
+            part = "aten.select.int", (args[0], *args[2:]), (), 0
+            return read[0] if self.number(part) == read[1] else None
+        return None
+
+    def _widen(self, key: int, dtype: torch.dtype, wide: torch.dtype) -> int:
+        """The key of what is in a wider type, as a sum with 0 of that type is."""
+        if dtype == wide:
+            return key
+        made = self.number(("in", wide, key))
+        self.widened[made] = key, dtype
+        return made
+
+
+def _stays_zero(node: Node) -> bool:
+    stays = node.name in STAY and len(node.operands) == 1
+    return stays or shows_all(node) or is_view(node)
+
+
+def _stays(node: Node, zeros: Set[str]) -> bool:
+    """Whether what a node makes of values that are 0 is 0."""
+    if node.name == "aten.mul":
+        return True
+    return _stays_zero(node) and node.operands[0].name in zeros
+
+
+def _added(node: Node, zeros: Set[str]) -> Value | None:
+    """What a sum is, if the other operand is 0."""
+    if node.name != "aten.add" or len(node.operands) != 2:
+        return None
+    rest = [v for v in node.operands if v.name not in zeros] or node.operands
+    return rest[0] if rest[0].shape == node.out.shape else None
+
+
+def _without(node: Node, keys: list[int]) -> int | None:
+    """The key of what a node makes of no rows; None if it is a matter of its own.
+    keys: of its operands."""
+    if node.name in WRITES:
+        return keys[0]
+    alone = node.name in ("aten.sum", "aten.mean", *LOSSES)
+    return None if alone else EMPTY
+
+
+def _content(x: Tensor) -> Hashable:
+    return str(x.dtype), tuple(x.shape), str(x.tolist())
+
+
+def _compared_alike(one: Traced, keys: Mapping[str, int], zeros: Set[str]) -> set[str]:
+    """Comparisons of the same numbers as those that are 0, seen in other shapes."""
+    made = one.graph.producers()
+
+    def source(v: Value) -> Value:
+        node = made.get(v.name)
+        is_cast = node is not None and op_of(node).elements == "cast"
+        if node is None or is_cast or not shows_all(node):
+            return v
+        return source(node.operands[0])
+
+    alike: dict[tuple[int, Any], set[str]] = {}
+    for node in one.graph.nodes:
+        if node.name == "aten.eq":
+            x, number = source(node.operands[0]), node.arg("other")
+            if isinstance(number, Value):
+                literal = one.literals.get(source(number).name)
+                number = None if literal is None or literal.ndim else literal.item()
+            alike.setdefault((keys[x.name], number), set()).add(node.out.name)
+    return {
+        name
+        for (_, number), names in alike.items()
+        if number is not None and names & zeros
+        for name in names
+    }
+
+
+def _of_numbers(one: Traced, made: Mapping[str, Node]) -> set[str]:
+    """Masks that choose nothing where none of the choices is a number that was asked
+    about, as `one_hot(choices).sum(0)[number] > 0`."""
+
+    def numbers(match: Match | None) -> tuple[str, int | None] | None:
+        """Which numbers are compared with which; by how many of each there are, those
+        that were counted."""
+        if match is None:
+            return None
+        node, name = made.get(match.choices.name), match.choices.name
+        if node is not None and node.op == REPEATED:
+            counted = find_counted(node.arg("repeats"), made)
+            name = counted.name if counted is not None else name
+        return name, match.number
+
+    asked = {numbers(find_match(v, made)) for v in one.asked if not v.shape}
+    asked = {known for known in asked if known and known[1] is not None}
+    if not asked:
+        return set()
+    values = (v for node in one.graph.nodes for v in node.results)
+    return {v.name for v in values if numbers(find_match(v, made)) in asked}
+
+
+def are_same(some: Traced, none: Traced) -> bool:
+    """Whether a model computes the same where there are no rows as it does if it is
+    read as if there were some."""
+    keys, outputs = Keys(), []
+    for one in (some, none):
+        graph, literals = one.graph, one.literals
+        plain, made = keys.of(graph, literals), graph.producers()
+        zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
+        zeros = {name for name, key in plain.items() if key in zero_keys}
+        zeros |= _compared_alike(one, plain, zeros) | _of_numbers(one, made)
+        left = keys.of(graph, literals, zeros)
+        outputs.append([left[v.name] for v in graph.outputs])
+    return outputs[0] == outputs[1]
+
+
+def are_equal(one: Traced, other: Traced) -> bool:
+    """Whether two readings of a model are the same, operation by operation."""
+    keys, outputs = Keys(), []
+    for reading in (one, other):
+        plain = keys.of(reading.graph, reading.literals)
+        outputs.append([plain[v.name] for v in reading.graph.outputs])
+    return outputs[0] == outputs[1]
+
+
+def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
+    """Values that are 0 throughout where v is, or has no elements."""
+    node = made.get(v.name)
+    if node is None or not node.operands:
+        return [v.name]
+    x = node.operands[0]
+    if node.op == CHOOSES or (node.name == "aten.slice" and not node.arg("start")):
+        return _zeros(x, made)
+    if node.name == "aten.cat":  # a table of places, or what is 0 as all of it is
+        return [v.name, *_zeros(x, made)]
+    if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
+        return _zeros(node.operands[1], made)
+    if node.name in ("aten.gt", "aten.ne") and node.arg("other") == 0:
+        is_zero = node.name == "aten.ne" or _counts(x, made)
+        return [v.name, *(_zeros(x, made) if is_zero else [])]
+    if node.name in TAKEN_TOGETHER and x.dtype != torch.bool:
+        return [v.name]
+    # One number of x that is 0 says nothing of the others.
+    if op_of(node).view == "copies":  # of all, or windows with gaps between them
+        whole = node.name == "aten.expand"
+    else:
+        whole = _stays_zero(node) and (not is_view(node) or v.numel == x.numel)
+    return [v.name, *(_zeros(x, made) if whole else [])]
+
+
+def _counts(v: Value, made: Mapping[str, Node]) -> bool:
+    """Whether a value is a sum of what cannot be below 0, as if it is of a mask."""
+    node = made.get(v.name)
+    if node is not None and node.name == "aten.count_nonzero":
+        return True
+    if node is None or node.name != "aten.sum":
+        return False
+    x = node.operands[0]
+    while (node := made.get(x.name)) is not None and x.dtype != torch.bool:
+        if node.name == "aten.one_hot":
+            return True
+        if not (op_of(node).elements == "cast" or _stays_zero(node)):
+            return False
+        x = node.operands[0]
+    return x.dtype == torch.bool
