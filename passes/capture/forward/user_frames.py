@@ -14,7 +14,7 @@ import typing_extensions
 JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 TORCH = os.path.dirname(torch.__file__) + os.sep
 # The folder of `passes`, and of what it is a part of.
-OURS = os.path.abspath(os.path.join(__file__, *[os.pardir] * 4)) + os.sep
+OURS = os.path.abspath(os.path.join(__file__, *[".."] * 4)) + os.sep
 # What torch calls deprecated is called from a wrapper of this file.
 WRAPS = typing_extensions.__file__
 # Methods of tensors that Python has, and what hands calls of them to modes.
