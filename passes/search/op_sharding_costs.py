@@ -24,7 +24,7 @@ from ..ops.attention import passed_round, ring_of
 from ..ops.op import is_view, op_of
 from ..price.op_costs import op_parts
 from ..search.least_cost import Table
-from ..search.value_costs import NEVER, Amount, Setting, ValueCosts
+from ..search.value_costs import NEVER, Amount, Setting, Use, ValueCosts
 from ..shard.alternatives import alternative_of
 from ..shard.hints import read_hints
 from ..shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
@@ -242,14 +242,13 @@ class OpShardingCosts:
         self, v: Value, uses: dict[int, list[int]], producer: int | None
     ) -> Amounts:
         """A table over a value's producer and all of its consumers."""
-        needs = [
-            [
-                tuple(self.need(self.nodes[i], which, choice) for which in positions)
-                for choice in self.choices[i]
+        wanted = []
+        for i, positions in uses.items():
+            node, own = self.nodes[i], self.choices[i]
+            needs = [
+                tuple(self.need(node, p, choice) for p in positions) for choice in own
             ]
-            for i, positions in uses.items()
-        ]
-        savers = [self._keeps(v, self.nodes[i]) for i in uses]
+            wanted.append([(need, self._keeps(v, node)) for need in needs])
         if producer is None:
             haves: list[tuple[State, bool]] = [(R, False)]
         else:
@@ -260,10 +259,10 @@ class OpShardingCosts:
                 (self.made(node, v, c), can_vary and c.op_sharding is None)
                 for c in self.choices[producer]
             ]
-        pricing = ValueCosts(self.setting, v, producer is None, tuple(savers))
-        key = (pricing.signature, tuple(haves), tuple(map(tuple, needs)))
+        pricing = ValueCosts(self.setting, v, producer is None)
+        key = (pricing.signature, tuple(haves), tuple(map(tuple, wanted)))
         if key not in self._known:
-            self._known[key] = _spread([haves, *needs], pricing)
+            self._known[key] = _spread(haves, wanted, pricing)
         values = self._known[key]
         if producer is None:
             return Amounts(tuple(uses), values[0])
@@ -279,13 +278,22 @@ class OpShardingCosts:
 
 
 def _spread(
-    options: Sequence[Sequence[object]], price: Callable[..., Amount]
+    haves: Sequence[tuple[State, bool]],
+    wanted: Sequence[Sequence[Use]],
+    price: Callable[[tuple[State, bool], Sequence[Use]], Amount],
 ) -> Tensor:
-    """A table over choices, of which many mean the same. options: for each variable,
-    what its choices mean."""
-    kinds = [list(dict.fromkeys(own)) for own in options]
-    flat = torch.tensor([price(*c) for c in product(*kinds)], dtype=torch.float64)
-    small = flat.reshape([*map(len, kinds), 3])
-    for d, (own, kind) in enumerate(zip(options, kinds, strict=True)):
-        small = small.index_select(d, torch.tensor([kind.index(o) for o in own]))
-    return small
+    """A table over choices of a producer and of each consumer. What it costs depends on
+    which uses there are, not on who has which: a set of them is priced once, and there
+    are few sets where there are a million of choices."""
+    sets: list[tuple[Use, ...]] = [()]
+    which = torch.tensor(0)  # over the choices of the consumers so far
+    for own in wanted:
+        longer = [s if use in s else (*s, use) for s in sets for use in own]
+        first = {frozenset(s): s for s in reversed(longer)}
+        index = {key: i for i, key in enumerate(first)}
+        table = torch.tensor([index[frozenset(s)] for s in longer])
+        which = table.reshape(len(sets), len(own))[which]
+        sets = [*first.values()]
+    amounts = {have: [price(have, s) for s in sets] for have in dict.fromkeys(haves)}
+    rows = [amounts[have] for have in haves]
+    return torch.tensor(rows, dtype=torch.float64)[:, which]

@@ -23,6 +23,9 @@ from ..shard.sharding import Sharding
 COMPUTE, COMMUNICATION, MEMORY = range(3)  # of an amount; seconds, seconds, bytes
 Amount = tuple[float, float, float]
 NEVER: Amount = (math.inf, 0.0, 0.0)
+Use = tuple[tuple[Need, ...], bool]
+"""The needs of a consumer's operands that are one value; whether its backward reads it.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class ValueCosts:
-    """What a value costs, by how it is made and needed.
-
-    savers: for each consumer, whether its backward reads the value.
-    """
+    """What a value costs, by how it is made and needed."""
 
     setting: Setting
     v: Value
     is_parameter: bool
-    savers: tuple[bool, ...]
 
     @property
     def flows(self) -> bool:
@@ -99,13 +98,13 @@ class ValueCosts:
         dims = sharded.named.dims[self.v.name]
         sizes = tuple(tuple(d.size for d in dim) for dim in dims)
         other = (sizes, lies.slots, self.v.dtype)
-        return (*other, self.is_parameter, self.savers, self.flows, self.is_residual)
+        return (*other, self.is_parameter, self.flows, self.is_residual)
 
-    def __call__(self, made: tuple[State, bool], *uses: tuple[Need, ...]) -> Amount:
+    def __call__(self, made: tuple[State, bool], uses: Sequence[Use]) -> Amount:
         """made: the state that the producer leaves it in, and whether it might be V.
-        uses: of each consumer, the needs of its operands that are this value."""
+        uses: of all consumers; what several have in common costs no more."""
         have, can_vary = made
-        needs = [need for own in uses for need in own]
+        needs = [need for own, _ in uses for need in own]
         partial = all(need.partial(have) for need in needs)
         if self.is_parameter:
             have = self._rest(needs, partial)
@@ -159,15 +158,10 @@ class ValueCosts:
         update = OPTIMIZER_TRAFFIC * amount / speed
         return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATES))
 
-    def _residual_seconds(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
+    def _residual_seconds(self, have: State, uses: Sequence[Use]) -> float:
         """Bytes kept for the backward: in each state that a backward reads it in. As it
         is made it is kept once with all views of its storage."""
-        read = {
-            _place(need.of(have))
-            for own, keeps in zip(uses, self.savers, strict=True)
-            if keeps
-            for need in own
-        }
+        read = {_place(need.of(have)) for own, keeps in uses if keeps for need in own}
         made = _place(have)
         places = (read or {made}) if self.is_residual else read - {made}
         size = sum(self.setting.bytes_of(self.v, place) for place in places)
