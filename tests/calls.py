@@ -289,6 +289,9 @@ PIECES: dict[str, Call] = {
     "roll all": lambda g: g.x.roll(3) * g.y,
     "tril": lambda g: (g.x.tril(-1) + g.x.triu(1)) * g.y,
     "gather": lambda g: g.x.gather(1, g.ids[..., None] % 6) * g.y[..., :1],
+    "index_select": lambda g: g.x.index_select(1, g.ids[0] % 6) * g.y,
+    "index_copy": lambda g: g.y.index_copy(1, torch.tensor([4, 0]), g.x[:, :2]) * g.y,
+    "index_add": lambda g: g.y.index_add(1, g.ids[0] % 6, g.x, alpha=0.5) * g.y,
     "take along": lambda g: (
         torch.take_along_dim(g.x, g.ids[..., None] % 6, 1) * g.y[..., :1]
     ),

@@ -172,10 +172,16 @@ OPS = (
     Op("aten.embedding_bag", looks_up="weight indices 0"),
     Op("aten.take", selects=True),
     Op("aten.take_along_dim", "self indices dim", looks_up="self indices dim"),
-    Op("aten.index_add", looks_up="self index dim", autocast="equal"),
+    Op(
+        "aten.index_add",
+        "self dim index source alpha",
+        looks_up="self index dim",
+        autocast="equal",
+    ),
+    Op("aten.index_copy", "self dim index source", autocast="equal"),
     *(
         Op(f"aten.{name}", autocast="equal")
-        for name in ("index_copy", "index_reduce", "masked_scatter", "scatter_reduce")
+        for name in ("index_reduce", "masked_scatter", "scatter_reduce")
     ),
     Op("autopar.embedding_grad_", "into dy ids padding"),
     Op("comm.lookup_grad_", "into dy ids rows axes padding"),

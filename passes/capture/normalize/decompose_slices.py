@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...graph import Node, Value
 from ...ops.parts import is_comb
 from ...rewrite import Rewriter, Rule
@@ -47,25 +45,6 @@ def narrow(rewriter: Rewriter, node: Node) -> Value:
     if length == x.shape[dim]:
         return x
     return rewriter.like(node, "aten.slice.Tensor", x, dim, start, start + length)
-
-
-def index(rewriter: Rewriter, node: Node) -> Value | None:
-    """`x[..., [4, 5, 6]]` is a slice."""
-    x, indices = node.named("self indices")
-    indexed = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-    if len(indexed) != 1 or node.kwargs:
-        return None
-    ((dim, position),) = indexed
-    rows = rewriter.constant(position)
-    if rows is None or rows.ndim != 1 or rows.dtype is torch.bool or not len(rows):
-        return None
-    start = int(rows[0]) % x.shape[dim]
-    end = start + len(rows)
-    if (rows % x.shape[dim]).tolist() != list(range(start, end)):
-        return None
-    if node.out.shape == x.shape:
-        return x
-    return rewriter.like(node, "aten.slice.Tensor", x, dim, start, end)
 
 
 def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
@@ -112,16 +91,16 @@ def around(
         if first == start and last == end:
             pieces.append(part)
         elif first < last:
-            shape = (*base.shape[:dim], last - first, *base.shape[dim + 1 :])
-            cut = Node(
-                "aten.slice.Tensor",
-                (base, dim, first, last),
-                {},
-                (Value("", shape, base.dtype),),
-                rewriter.where,
-            )
-            pieces.append(slice_(rewriter, cut) or rewriter.emit(cut.op, *cut.args))
+            pieces.append(cut(rewriter, base, dim, first, last))
     return join(rewriter, pieces, dim)
+
+
+def cut(rewriter: Rewriter, x: Value, dim: int, start: int, end: int) -> Value:
+    """Rows of x along a dim, from start to end."""
+    like = Value("", (*x.shape[:dim], end - start, *x.shape[dim + 1 :]), x.dtype)
+    args = (x, dim, start, end)
+    node = Node("aten.slice.Tensor", args, {}, (like,), rewriter.where)
+    return slice_(rewriter, node) or rewriter.emit(node.op, *args)
 
 
 def join(rewriter: Rewriter, pieces: list[Value], dim: int) -> Value:
@@ -159,7 +138,6 @@ def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
 
 SLICE_RULES: dict[str, Rule] = {
     "aten.slice": slice_,
-    "aten.index": index,
     "aten.narrow": narrow,
     "aten.slice_scatter": slice_scatter,
     "aten.select_scatter": select_scatter,

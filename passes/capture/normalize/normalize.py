@@ -23,6 +23,7 @@ from ...ops.op import OPS
 from ...ops.random import CHANCE, DRAW, DRAWN, draw_of, overload
 from ...rewrite import Rewriter, Rule
 from ...traced import Traced
+from ..normalize.counted_rows import COUNTED_RULES
 from ..normalize.decompose_composites import COMPOSITE_RULES
 from ..normalize.decompose_index import index
 from ..normalize.decompose_index_put import index_put
@@ -316,6 +317,7 @@ CLEAN: dict[str, Rule] = {
     },
     "aten.expand": unchanged,
     **SLICE_RULES,
+    **COUNTED_RULES,
     **COMPOSITE_RULES,
     "aten.cat": cat,
     "aten.dropout": dropout,
