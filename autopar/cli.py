@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _named() -> str:
-    """Whose errors these are."""
+    """The name of the program, as errors begin with it."""
     return styled("autopar:", "red", sys.stderr)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Within, or in a function that it decorates, Python looks for no cycles."""
+    """Keeps Python from collecting cycles, as a context or a decorator."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -106,7 +106,7 @@ class HeldState:
 
     @property
     def averages(self) -> Mapping[str, Tensor]:
-        """Those of this rank's parameters, by name; none if no average was started."""
+        """The averages of this rank's parameters, by name; none before they start."""
         return {} if self._ema is None else self._ema.averages
 
     @property
@@ -136,7 +136,7 @@ class HeldState:
         return {n: buffers.get(n, x).cpu() for n, x in self._whole.items()}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's shards, for any torch.optim optimizer; see `offload`."""
+        """Yields this rank's shards, for any torch.optim optimizer; see `offload`."""
         yield from dict(self.named_parameters(recurse=recurse)).values()
 
     def named_parameters(
@@ -158,7 +158,7 @@ class HeldState:
         return self._updates.whole.get(optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of a module: forget gradients, or set them to zeros."""
+        """Forgets gradients, or sets them to zeros, as a module does."""
         for p in self.parameters():
             if set_to_none:
                 p.grad = None

@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Within, or in a function that it decorates, gradients are computed and nothing
-    is cast, whatever surrounds it.
+    """Computes gradients and casts nothing, whatever modes surround it; a context or a
+    decorator.
 
     A step compiles when it is called first, or with a batch of another shape, and that
     is often an evaluation, within `torch.no_grad()` or `torch.inference_mode()`: a
@@ -28,9 +28,8 @@ def own_modes() -> Iterator[None]:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within, or in a function that it decorates, tensors that name no device are on
-    the CPU, where proofs run: `torch.set_default_device` is for what its caller makes.
-    """
+    """Puts tensors that name no device on the CPU, where proofs run, as a context or a
+    decorator: `torch.set_default_device` is for what its caller makes."""
     if torch.get_default_device().type == "cpu":  # else each op takes longer
         yield
         return

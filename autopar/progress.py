@@ -26,7 +26,7 @@ def tell(phase: str, done: int = 0, total: int = 0) -> None:
 
 
 class Progress:
-    """Within, what is told is shown on stderr: on a terminal as one line, which is
+    """Shows progress on stderr while it lasts: on a terminal as one line, which is
     cleared at the end; elsewhere as a line every PAUSE seconds, of what takes longer.
 
     task: the work. One inside of another names the same line as long as it lasts.

@@ -85,7 +85,7 @@ def command(model: str, folder: Path, steps: int) -> list[str]:
 
 
 def losses_of(log: Path) -> dict[int, float]:
-    """By step, of a log; of a step that was made twice, the later."""
+    """The losses of a log by step; of a step that was made twice, the later one."""
     text = log.read_text() if log.exists() else ""
     lines = [line for line in text.splitlines() if line.endswith("}")]
     rows = [json.loads(line) for line in lines]

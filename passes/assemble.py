@@ -77,7 +77,7 @@ def assemble(
 
 
 def _outputs(staged: Staged) -> dict[str, OutputSpec]:
-    """Where each output beside the loss is made, and how it lies."""
+    """The stage and place that make each output beside the loss, and its sharding."""
     lowered = staged.lowered
     specs = {}
     for name, v in zip(lowered.traced.outputs, lowered.graph.outputs[1:], strict=True):

@@ -75,7 +75,8 @@ class Amounts:
         )
 
     def changed(self: Own, **changes: Any) -> Own:
-        """As `dataclasses.replace`, but fast: a search does it some 100,000 times."""
+        """Does what `dataclasses.replace` does, faster: a search calls it 100,000
+        times."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), **changes)
         assert len(vars(copy)) == len(vars(self)), f"no such fields: {changes.keys()}"
@@ -116,7 +117,8 @@ class Levels:
     rows: np.ndarray
 
     def plus(self, other: Levels, times: float) -> Levels:
-        """With another one's so many times; where it has other nodes, of the peaks."""
+        """Adds `times` another's levels; only peaks, where the other has other
+        nodes."""
         if not self.rows.size:
             return self
         x, y = self.rows, other.rows
@@ -126,7 +128,7 @@ class Levels:
 
     @property
     def peaks(self) -> list[float]:
-        """By case."""
+        """The peak of each case, in bytes."""
         most: list[float] = self.rows.max(axis=1).tolist()
         return most
 
@@ -172,10 +174,10 @@ class NodeCosts(Protocol):
     """Seconds of nodes by themselves, by which stages are cut."""
 
     def seconds(self, node: Node) -> Seconds:
-        """Those of a node of one rank, with its derivative."""
+        """Seconds that one rank takes for a node and its derivative."""
 
     def gather(self, node: Node) -> Seconds:
-        """Those of a parameter that is gathered for a microbatch, and its gradient."""
+        """Seconds of gathering a parameter for a microbatch, and of its gradient."""
 
     def send(self, size: int) -> float:
-        """Those of a message of so many bytes to the next stage."""
+        """Seconds of a message of `size` bytes to the next stage."""

@@ -27,8 +27,8 @@ class EmittedStage:
 
     @property
     def first(self) -> LocalStage:
-        """That of its first rank. Stages of equal text share what was worked out for
-        the first of them."""
+        """The part of its first rank. Stages of equal text share the first one's
+        analyses."""
         _, local = self.texts[next(iter(self.keys.values()))]
         return replace(local, stage=self.stage)
 

@@ -93,7 +93,7 @@ def bare(op: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a node comes from: module path and line of the user's source."""
+    """The origin of a node: module path, and line of the user's source."""
 
     module: str = ""
     source: str = ""

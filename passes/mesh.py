@@ -175,8 +175,8 @@ class Mesh:
     def span(
         self, extent: int, axes: Sequence[str], coords: Mapping[str, int]
     ) -> tuple[int, int]:
-        """Where the part of a dim begins that axes leave the rank at `coords`, and how
-        long it is."""
+        """The part (begin, length) of a dim of `extent` that the rank at `coords` has,
+        if `axes` split it."""
         begin = 0
         for axis in axes:
             parts, here = self.axis_size(axis), coords[axis]
@@ -194,7 +194,7 @@ class Mesh:
         return self.axis_size(PIPELINE)
 
     def pipeline_rank(self, rank: int) -> int:
-        """Where a rank lies on the pipeline."""
+        """The position of a rank along the pipeline."""
         self._check(rank)
         size, stride = self._pipeline
         return rank // stride % size
@@ -243,7 +243,7 @@ class Mesh:
         )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where a rank lies on each axis, in mesh order."""
+        """The coordinate of a rank on each axis, in mesh order."""
         self._check(rank)
         coords = {}
         for name, size in reversed(self.axes):
@@ -338,7 +338,7 @@ def as_axes(axes: Axes) -> tuple[str, ...]:
 
 
 def start(n: int, parts: int, i: int) -> int:
-    """Where part i of `balanced(n, parts)` begins."""
+    """The begin of part i of `balanced(n, parts)`."""
     least, more = divmod(n, parts)
     return i * least + min(i, more)
 

@@ -86,8 +86,8 @@ def lower_few(
 def lower(
     traced: Traced, plan: Plan, watch: Watch, even: bool = True
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """From what the model computes to what all ranks do; and what the user should
-    know of it."""
+    """Lowers what the model computes to what all ranks do; also returns remarks for the
+    user."""
     traced = lower_precision(traced, tables=bool(plan.parameter_axes))
     if traced.autocast:
         watch("lower_precision", traced)
@@ -115,7 +115,8 @@ def lower(
 
 
 def check_sources(traced: Traced) -> None:
-    """There are parameters, and something to compute with them."""
+    """Raises CaptureError if there are no parameters, or nothing to compute with
+    them."""
     if not traced.graph.params:
         raise CaptureError(
             "the model computes with no parameters",

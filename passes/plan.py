@@ -311,7 +311,7 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those of the axes that split tensors."""
+        """The sizes of the axes that split tensors."""
         return {axis: self.size(axis) for axis in self.axes}
 
     def to_json(self) -> str:

@@ -41,7 +41,7 @@ class Row:
     slots: tuple[tuple[str, ...], ...]
 
     def here(self, mesh: Mesh, coords: Mapping[str, int]) -> int | None:
-        """Its place in the shard of the rank at `coords`; None if it is elsewhere."""
+        """The row's place in the shard of the rank at `coords`; None if it has none."""
         place, unit, left = 0, 1, self.index
         for extent, axes in zip(self.factors[::-1], self.slots[::-1], strict=True):
             begin, length = mesh.span(extent, axes, coords)
@@ -88,8 +88,8 @@ class ParameterSpec:
         return (*self.cut_axes, *(a for axes in rows for a in axes))
 
     def rows(self, name: str, sources: Sequence[str]) -> Iterator[ParameterSpec]:
-        """Each of the parameters of the model that it stacks as a tensor. sources:
-        their names."""
+        """Yields the spec of each parameter of the model that this tensor stacks.
+        sources: their names."""
         for index, source in enumerate(sources):
             row = Row(name, index, self.factors[0], self.slots[0])
             part = Part(source, self.part.shape[1:], self.part.start[1:])
@@ -266,8 +266,8 @@ class Program:
 
     @property
     def draw(self) -> str:
-        """Where in the user's source random numbers are drawn that are no dropout's;
-        "" if there are none."""
+        """The line of the user's source that draws random numbers other than dropout's;
+        "" for none."""
         lines = (x for text in self.modules.values() for x in text.splitlines())
         drawing = next((line for line in lines if "c.draw(" in line), "")
         return drawing.partition("]  ")[2] or drawing

@@ -117,7 +117,7 @@ class Repeater:
         return BEFORE if layer is None else FIRST + layer
 
     def _times(self, part: int) -> range:
-        """So many blocks further on, each time, a part is what the whole has of it."""
+        """How many blocks further on the whole model has copies of a part."""
         times = range(self.copies + 1) if part >= self.second else range(1)
         return times[-1:] if part >= self.end else times
 

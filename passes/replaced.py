@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Within, an attribute of a class or a module is another."""
+    """Replaces an attribute of a class or a module, while it lasts."""
     own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:

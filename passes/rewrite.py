@@ -174,6 +174,6 @@ def expand_as(rewriter: Rewriter, node: Node) -> Value:
 
 
 def broadcast_tensors(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
-    """Each operand, expanded to the shape of all."""
+    """Expands each operand to the shape of all."""
     pairs = zip(node.operands, node.outs, strict=True)
     return tuple(rewriter.expand(x, out.shape) if out else None for x, out in pairs)

@@ -81,7 +81,7 @@ class Traced:
         return now
 
     def part(self, v: Value) -> Part:
-        """Where a parameter lies in the model's own."""
+        """The part of the model's own parameter that a parameter is."""
         return self.parts.get(v.name) or Part(v.name, v.shape, (0,) * len(v.shape))
 
     def verify(self) -> Traced:

@@ -109,7 +109,7 @@ def kinds_of_layers(
 
 
 def unlogged() -> contextlib.AbstractContextManager[None]:
-    """Within, torch does not log why an op has no shapes: it raises that as well, and a
+    """Stops torch's log of why an op has no shapes: torch raises that as well, and a
     model is tried in more than one way."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     return replaced(log, "disabled", True)

@@ -42,7 +42,7 @@ class Generator:
 
 
 def generators(held: Mapping[str, Any]) -> list[Generator]:
-    """Those that all code shares, and those that a model holds, by where it does."""
+    """The random generators that all code shares, and those that a model holds."""
     generators = [
         Generator("Python's", random.getstate, random.setstate),
         Generator(

@@ -57,7 +57,7 @@ class FrozenValues:
         self._before = [(root, values) for root, values in before if values]
 
     def __iter__(self) -> Iterator[str]:
-        """Their paths."""
+        """Yields the paths of the values."""
         for _, values in self._before:
             yield from values
 

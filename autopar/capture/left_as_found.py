@@ -48,7 +48,7 @@ class Change:
         return id(self.container), self.key
 
     def make(self, times: int = 1) -> Any:
-        """Once more, or of a number so many times; returns what it is then."""
+        """Makes the change again, a number's so many times; returns the new value."""
         value = self.after
         kinds = {type(self.before), type(value)}
         if times > 1 and kinds <= {int, float}:
@@ -273,7 +273,7 @@ def _content(cell: Any) -> Any:
 
 
 def counters(changes: list[Change]) -> list[Change]:
-    """Those from one number, or one text, to another."""
+    """The changes from a number to a number, or a text to a text."""
     return [
         c
         for c in changes
@@ -285,7 +285,7 @@ def counters(changes: list[Change]) -> list[Change]:
 def left_as_found(
     model: nn.Module, loss_fn: Callable[..., Any] | None
 ) -> Iterator[None]:
-    """Around forwards whose changes are put back."""
+    """Puts back what forwards change."""
     as_found = AsFound.of(model, loss_fn)
     try:
         with buffers_kept(model):
@@ -298,8 +298,8 @@ def left_as_found(
 def buffers_kept(
     model: nn.Module, written: dict[str, Tensor] | None = None
 ) -> Iterator[None]:
-    """Around forwards with numbers, which may write to buffers: they are what they were
-    again. written: is given what those had that were written to, by name."""
+    """Restores the buffers that forwards with numbers write to. written: gets what they
+    wrote, by name."""
     before = [
         (module._buffers, name, f"{path}.{name}".lstrip("."), b, b._version, b.clone())
         for path, module in model.named_modules()

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def methods_shown(model: nn.Module) -> Iterator[None]:
-    """Within, no parameter or buffer has an attribute that hides a method of tensors.
+    """Hides attributes of parameters and buffers that hide methods of tensors.
 
     Megatron's layers note how a bias is split by `bias.stride = 1`; torch asks each
     tensor that it traces for its `stride()`.

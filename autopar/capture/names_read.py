@@ -25,9 +25,9 @@ TENSORS = frozenset(dir(Tensor))
 
 @dataclass(frozen=True)
 class Root:
-    """Where values are looked for. where: of messages, "" of the model itself. thing:
-    what is there now; raises ReferenceError, if it is gone. own: only its methods read
-    its attributes. fresh: it is made anew each time."""
+    """A place where values are looked for. where: its name in messages, "" for the
+    model itself. thing: its present value; raises ReferenceError, if it is gone. own:
+    only its methods read its attributes. fresh: it is made anew each time."""
 
     where: str
     thing: Callable[[], Any]

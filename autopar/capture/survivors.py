@@ -32,7 +32,7 @@ FIX = (
 
 @contextmanager
 def only_new() -> Iterator[None]:
-    """Within, the collector looks at nothing that was there before."""
+    """Lets the garbage collector look at new objects only."""
     mine = not gc.get_freeze_count()
     if mine:
         gc.freeze()

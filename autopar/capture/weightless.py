@@ -95,7 +95,7 @@ def _function(of: FunctionType, reading: Callable[[Any], Any]) -> FunctionType:
 
 
 def _others(values: Mapping[str, Any], reading: Callable[[Any], Any]) -> dict[str, Any]:
-    """Those of some values by name that are others now."""
+    """The values, by name, that differ from before."""
     now = {name: reading(v) for name, v in values.items()}
     return {name: v for name, v in now.items() if v is not values[name]}
 

@@ -318,7 +318,7 @@ def _restore(
 
 
 def _entries(restored: Mapping[Key, Any], kind: Key) -> dict[str, dict[str, Any]]:
-    """By parameter what was read of an optimizer's state."""
+    """The entries of one kind in an optimizer's restored state, by parameter."""
     state: dict[str, dict[str, Any]] = {}
     for key, value in restored.items():
         if key[:2] == kind:

@@ -211,7 +211,7 @@ def _told(failed: str, rank: int, work: Callable[P, T]) -> Callable[P, T]:
 
 
 class _SavePlanner(SavePlanner):
-    """Each rank writes the boxes of its pieces, one item a box."""
+    """Plans that each rank writes the boxes of its pieces, one item a box."""
 
     def __init__(self, state: State, aliases: Mapping[Key, Key]) -> None:
         self.state, self.aliases = {text(k): v for k, v in state.items()}, aliases
@@ -285,7 +285,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _LoadPlanner(LoadPlanner):
-    """Each rank reads its boxes, out of whichever boxes were written."""
+    """Plans that each rank reads its boxes, out of whichever boxes were written."""
 
     def __init__(self, state: State) -> None:
         self.state = {text(k): v for k, v in state.items()}

@@ -49,7 +49,7 @@ def _piece(step: HeldState, name: str, shard: Tensor, written: bool) -> Piece:
 
 
 def _saved_key(step: HeldState, key: Key) -> Key:
-    """With the name of the model's parameter for that of a part of it."""
+    """The key with the name of the model's parameter, where it names a part of it."""
     at = 1 if key[0] in ("model", "ema") else 2
     spec = step.program.parameters.get(str(key[at]))
     return key if spec is None else (*key[:at], spec.part.source, *key[at + 1 :])
@@ -113,7 +113,7 @@ def ema_targets(step: HeldState) -> Targets:
 
 
 def optimizer_targets(step: HeldState, held: Mapping[Key, Any]) -> Targets:
-    """For what was saved of this rank's parameters' state."""
+    """The tensors to load the saved optimizer state of this rank's parameters into."""
     targets: Targets = {}
     by_source: dict[str, list[tuple[Key, str, Any]]] = {}
     for key, value in held.items():

@@ -64,7 +64,7 @@ def _keyed(metadata: Metadata) -> dict[Key, Any]:
 
 
 def held_by(folder: Path) -> dict[Key, Any]:
-    """By key, what DCP knows of each value of a checkpoint; see `Saved.held`.
+    """DCP's metadata of each value of a checkpoint, by key; see `Saved.held`.
 
     Raises: CheckpointError.
     """

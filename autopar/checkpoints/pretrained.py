@@ -72,7 +72,8 @@ class Pretrained(Reader):
         return kinds
 
     def _files(self) -> list[Path]:
-        """Those of the index, if there is one; else the one file, or all there are."""
+        """The files that the index names; without one, the one file, or all there
+        are."""
         index = self.folder / INDEX
         if index.is_file():
             try:

@@ -100,7 +100,7 @@ def _named(
 
 
 def _index(files: Mapping[str, Mapping[str, TensorKind]]) -> str:
-    """In which file each tensor is."""
+    """The index of the files as JSON: the file of each tensor."""
     total = sum(kind.bytes for own in files.values() for kind in own.values())
     table = {name: file for file, own in files.items() for name in own}
     index = {"metadata": {"total_size": total}, "weight_map": table}

@@ -94,7 +94,7 @@ def stack_rows(
 
 
 def facts(step: HeldState, optimizer: Optimizer) -> dict[Place, dict[str, Any]]:
-    """By parameter of this rank: the shapes of what is stored of it."""
+    """The shapes of an optimizer's state for each of this rank's parameters."""
     told = {}
     for name, entries in stored_by_name(step, optimizer).items():
         axes = step.program.parameters[name].split_axes

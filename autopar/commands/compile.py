@@ -163,13 +163,13 @@ def _cluster(devices: str) -> Cluster:
 
 
 def _other_devices(devices: str | None, record: PlanRecord | None) -> Cluster | None:
-    """By whose prices stages are cut; None: this machine's, which is measured."""
+    """The cluster whose prices cut stages; None: this machine, which is measured."""
     cluster = _cluster(devices) if devices else record.cluster if record else None
     return other_devices(cluster) if cluster else None
 
 
 def _microbatches(batch: Mapping, mesh: Mesh) -> int:
-    """Unless told otherwise: up to four for each pipeline stage, as the batch divides.
+    """The usual number: up to four for each pipeline stage, as the batch divides.
 
     The bubble of p stages is then at most (p-1)/(5p-1) of a step.
     """

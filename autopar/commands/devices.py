@@ -62,7 +62,7 @@ def read_devices(arguments: argparse.Namespace) -> Cluster | None:
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """Without devices there is nothing that more could be said of."""
+    """Raises an error for flags about devices, where none are named."""
     if arguments.memory is not None:
         raise ClusterError(
             "--memory is of no devices", fix="add --devices or --cluster"

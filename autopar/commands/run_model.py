@@ -146,8 +146,8 @@ class ModelToRun:
 
 
 def _devices(arguments: argparse.Namespace, devices: int | None = None) -> Cluster:
-    """Those that are named; else so many, or those that run, with as much memory as is
-    said."""
+    """The cluster that flags name, else `devices` of this machine, else those of
+    `_cluster`; with the memory of --memory."""
     if arguments.devices or arguments.cluster or arguments.profile:
         named = read_devices(arguments)
         assert named is not None, "without devices a profile is refused"
@@ -157,8 +157,8 @@ def _devices(arguments: argparse.Namespace, devices: int | None = None) -> Clust
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    """As many devices of this machine as the mesh has, or torchrun has processes; else
-    all GPUs, or one device."""
+    """This machine's devices: as many as the mesh has ranks, or torchrun has processes;
+    else all GPUs, or one device."""
     mesh = arguments.mesh or ""
     shape = () if "=" in mesh else read_shape(mesh)
     devices = torch.cuda.device_count() or 1

@@ -61,8 +61,8 @@ def verify_command(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> Verification | Proof:
-    """Beside the model itself; a proof that is made small, where it does not run
-    here."""
+    """Verifies a plan beside the model itself; makes a small proof, where the model
+    does not fit here."""
     stored = load_stored(arguments.plan)
     loaded = load_model(stored.model_spec, seed=stored.seed)
     program, model = stored.program, loaded.model

@@ -205,10 +205,9 @@ def device_of(name: str) -> Device:
 
 
 def this_cluster(devices: int) -> Cluster:
-    """So many devices as this process has one of, in nodes as torchrun says. A GPU that
-    is not of the table is measured, in seconds.
+    """A cluster of devices like this process's, in nodes as torchrun says.
 
-    Raises: ClusterError.
+    A GPU that is not in the table is measured, in seconds. Raises: ClusterError.
     """
     cores = 0.0
     if devices not in RANKS:
@@ -254,7 +253,7 @@ def _known(name: str, memory: float) -> Device | None:
 
 @cache
 def _measured(name: str, memory: float) -> Device:
-    """This process's GPU, which the table has not."""
+    """Measures this process's GPU, which is not in the table."""
     LOG.warning(
         f"no table has a {name}: its products and copies are measured now, its links "
         "are taken for PCIe of generation 4\n  fix  a cluster file describes another"

@@ -34,7 +34,7 @@ def host_memory() -> int:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -55,12 +55,12 @@ def named_cluster(text: str, profile: Path | None = None) -> Cluster:
 
 
 def measured_cluster(devices: int, path: Path | None = None) -> Cluster:
-    """So many devices of this machine, as they were measured.
+    """A cluster of so many devices of this machine, as they were measured.
 
     path: of a profile that must have something of this machine; None: the one in the
-    cache, if it has. What was not measured is of the table of hardware;
-    `Cluster.profile` is "" if nothing was, and a warning says so.
-    Raises: ProfileError, ClusterError.
+    cache, if it has. What was not measured is from the table of hardware; if nothing
+    was, `Cluster.profile` is "", and a warning says so. Raises: ProfileError,
+    ClusterError.
     """
     cluster = known_cluster(devices, path)
     if not cluster.profile and os.environ.get("RANK", "0") == "0":

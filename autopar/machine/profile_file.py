@@ -72,7 +72,7 @@ class Profile:
     backends: Backends = field(default_factory=dict)
 
     def with_more(self, other: Profile) -> Profile:
-        """Both; where the same was measured, the other's."""
+        """The union of two profiles; where both measured the same, the other's."""
         ops = dict(self.ops)
         for busy, more in other.ops.items():
             old = ops.get(busy, Ops())
@@ -94,7 +94,7 @@ def _compiled_as(old: Timed | None, new: Timed) -> Timed:
 
 
 def usual_path() -> Path:
-    """In the user's cache directory."""
+    """The path of the profile in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # As the specification of these directories has it, others are not taken.
     home = Path(cache) if cache.isprintable() and Path(cache).is_absolute() else None
@@ -190,7 +190,7 @@ def _profiles(path: Path) -> dict[str, Profile]:
 
 
 def profile_data(profile: Profile) -> dict[str, Any]:
-    """As values for JSON; see the top of this file."""
+    """The profile as values for JSON; see the top of this file."""
     return {
         "ops": {
             str(busy): {

@@ -193,8 +193,8 @@ def _runs(
 
 
 def _kinds(comm: ProcessComm, ranks: int, whole: int) -> dict[str, Run]:
-    """Each collective of a tensor of so many bytes, see `passes.price.cluster.Link`;
-    two samples, so that rows of the sequence lie apart, as they do in activations."""
+    """Calls of each collective with `whole` bytes, see `passes.price.cluster.Link`; two
+    samples, so that rows of the sequence lie apart, as in activations."""
     n = whole // 4
 
     def zeros(*shape: int) -> torch.Tensor:

@@ -250,7 +250,7 @@ def _with_marks(body: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_node(statement: ast.stmt) -> bool:
-    """Not what frees values, or unpacks residuals."""
+    """Whether a statement computes, not frees values or unpacks residuals."""
     if isinstance(statement, ast.Delete):
         return False
     if isinstance(statement, ast.Assign):

@@ -47,7 +47,7 @@ LOG = logging.getLogger(__name__)
 
 def this_machine(lowered: Lowered) -> Cluster:
     """This machine's devices, one for each rank of the plan. Where anything is decided
-    by seconds, ops that no profile has are measured first."""
+    by seconds, ops that are in no profile are measured first."""
     plan, cluster = lowered.plan, known_cluster(lowered.plan.mesh.size)
     if not plan.needs_costs:
         return cluster
@@ -98,7 +98,7 @@ def measure(name: str, local: LocalStage) -> Mapping[str, Timed]:
 
 
 def _signatures(local: LocalStage) -> set[str]:
-    """Those of what takes time."""
+    """The signatures of a stage's nodes that take time."""
     return {signature(node) for node in local.nodes if traffic(node)}
 
 

@@ -70,7 +70,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _can_import_from(*folders: Path) -> None:
-    """Behind all others: `python -m autopar` can, the command `autopar` could not."""
+    """Appends folders to `sys.path`, which the command `autopar` does not search."""
     sys.path += [f for f in dict.fromkeys(map(str, folders)) if f not in sys.path]
 
 

@@ -29,7 +29,7 @@ class Infeasible(PlanError):
 
 
 class NothingToChoose(PlanError):
-    """So many devices cannot share such a model, or such a batch."""
+    """The devices cannot share such a model, or such a batch."""
 
 
 def infeasible(
@@ -40,11 +40,11 @@ def infeasible(
     wishes: Mapping[str, object],
     space_of: Callable[[Cluster, Mapping[str, object]], Space],
 ) -> Infeasible:
-    """By how much the most frugal plan is too large, what binds, and a way out.
+    """How much too large the most frugal plan is, what binds, and a way out.
 
     narrow: prices with what layers add to in bfloat16, if that would be less. wishes:
-    fields of the space that were decided. space_of: a cluster and wishes -> what there
-    is to choose from.
+    fields of the space that were decided. space_of: makes a space of a cluster and
+    wishes.
     """
     nearest, cluster = plans.nearest, space.cluster
     assert nearest is not None, "candidates were tried"

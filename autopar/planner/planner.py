@@ -146,7 +146,7 @@ def capture_short(
         return traced, name_dims(normalize(lower_precision(traced)))
 
     def if_cut(layers: Layers) -> tuple[Traced, Named] | None:
-        """With few layers, if the model can be cut between them."""
+        """Captures the model with few layers; None if it cannot be cut between them."""
         traced, named = capture()
         try:
             cut_layers(named, make_plan(""), starts_of(layers))

@@ -104,8 +104,8 @@ def _with_op_shardings(
 def _priced(
     candidate: Candidate, chosen: ChosenShardings, whole: ShortModel, cluster: Cluster
 ) -> Estimate:
-    """By the graph that op shardings make, as `autopar.planner.planner.make_prices`
-    does."""
+    """Prices a candidate by the graph that its op shardings make, as
+    `autopar.planner.planner.make_prices` does."""
     candidate = replace(candidate, has_op_shardings=True)
     plan = replace(
         chosen.of_graph,

@@ -106,7 +106,7 @@ def priced_near(plans: Ranking) -> tuple[tuple[str, float, float], ...]:
 
 
 def read_record(folder: Path) -> PlanRecord:
-    """Those of a directory that `autopar plan -o` wrote. Raises EstimateError."""
+    """Reads the record that `autopar plan -o` wrote. Raises EstimateError."""
     if folder.is_file():
         raise EstimateError(
             f"'{folder}' is a file, not a directory",
@@ -166,7 +166,7 @@ def _estimate(where: str, data: Any) -> Estimate:
 
 
 def _check_candidate(where: str, candidate: Candidate) -> None:
-    """Its decisions are those of a plan, and its stages as many as it has layers of."""
+    """Raises EstimateError for decisions that no plan has, or stages without layers."""
     for name in ("samples", "microbatches", "stages_per_rank", "zero"):
         check_range(name, getattr(candidate, name), EstimateError)
     choices = {

@@ -74,7 +74,7 @@ def compare_loops(
 
 
 def _shrinker(both: Traced) -> Shrinker:
-    """As small as all extents can be, but for those that count experts."""
+    """A shrinker to the smallest possible extents, except those that count experts."""
     extents = find_extents(both).united
     sizes = choose_sizes(
         extents.sizes, extents.sums, {}, {}, {}, extents.most, [Order.DIFFERENT]

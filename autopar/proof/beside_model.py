@@ -225,14 +225,14 @@ class _Lines(Calls):
 
 @dataclass(frozen=True)
 class _Other:
-    """Where calls differ. line: of the user's source."""
+    """The first call that differs. line: of the user's source."""
 
     text: str
     line: str
 
 
 def _compare_calls(untouched: Untouched, seed: int) -> Beside:
-    """Where calls differ, or cannot be told, a step decides."""
+    """Compares calls, or a step where these differ or cannot be seen."""
     count, problem = untouched.parameters, ""
     try:
         eager, captured = _called(untouched)

@@ -20,7 +20,7 @@ def generator_of(seed: int, name: str) -> Generator:
 
 
 def uniform(shape: tuple[int, ...], generator: Generator) -> Tensor:
-    """Between 0 and 1, float64."""
+    """Draws numbers in [0, 1), float64."""
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 

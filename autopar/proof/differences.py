@@ -52,8 +52,8 @@ def differences(
 def find_errors(
     ours: Gradients, want: Gradients, size: Gradients | None = None
 ) -> dict[str, float]:
-    """By name, of the loss and of every gradient; 1 for one that should be there.
-    size: what errors are relative to; the second, if None."""
+    """The relative errors of the loss and every gradient, by name; 1 for one that is
+    missing. size: what errors are relative to; None: `want`."""
     loss, grads = ours
     size = size or want
     noise = NOISE * root_mean_square(size[1].values())

@@ -26,12 +26,12 @@ class VerificationFailed(AutoparError):
 
 
 def as_reals(x: Tensor) -> Tensor:
-    """In double precision; of complex numbers both parts."""
+    """The tensor in float64; complex numbers as their two parts."""
     return (torch.view_as_real(x) if x.is_complex() else x).double()
 
 
 def root_mean_square(tensors: Iterable[Tensor]) -> float:
-    """Over the elements of all tensors."""
+    """The root mean square over the elements of all tensors."""
     sums = [(as_reals(x).square().sum().item(), x.numel()) for x in tensors]
     count = sum(n for _, n in sums)
     return (sum(squares for squares, _ in sums) / max(count, 1)) ** 0.5

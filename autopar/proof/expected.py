@@ -221,7 +221,7 @@ class _Step:
     limits: tuple[finfo, ...]
 
     def run(self, arithmetic: Arithmetic) -> StepResult:
-        """By an arithmetic; in float64 without autocast."""
+        """Runs the step in an arithmetic; in float64 without autocast."""
         batch, own = dict(self.batch), dict(self.values)
         precision = self.subject.program.plan.lowering
         if arithmetic.double:

@@ -139,7 +139,7 @@ def check_full_size(program: Program, traced: Traced) -> tuple[CutShort, ...]:
 
 
 def _numbers(traced: Traced) -> list[int]:
-    """Those of a model's random numbers and masks of dropout that it reads."""
+    """The numbers of the random draws and dropout masks that a model reads."""
     nodes = normalize(traced).graph.nodes
     return [node.arg("number") for node in nodes if node.op in CHANCE]
 

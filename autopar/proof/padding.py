@@ -75,10 +75,10 @@ def find_fills(
     dims: Dims,
     loss_fn: Callable[..., Any] | None = None,
 ) -> Fills:
-    """With what to pad batches like this one along these dims, that nothing changes.
+    """The values to pad batches like this one with along dims, with no effect.
 
     model: may have its weights on meta. batch: of zeros, with fields that are no
-    tensors. Raises: BatchError, with the reason, where something would change.
+    tensors. Raises: BatchError, with the reason, where there would be an effect.
     """
     rows = {(name, 0) for name in fields_of_samples(batch, program.inputs)}
     probes = [_probe(batch, dims, rows, more) for more in (0, 1)]

@@ -91,8 +91,8 @@ def prove_program(
 
 @dataclass(frozen=True)
 class Claim:
-    """That a program computes what was captured of a model. seed: of what it is tried
-    on."""
+    """The claim that a program computes what was captured of a model. seed: of the
+    values that it is tested on."""
 
     program: Program
     traced: Traced
@@ -287,7 +287,7 @@ def _evaluated(runnable: Runnable, values: Mapping[str, Tensor]) -> Tensor | Non
 def _run_reference(
     runnable: Runnable, values: Mapping[str, Tensor], key: int, arithmetic: Arithmetic
 ) -> StepResult:
-    """As `ReferenceRuns` wants it: in float64, be it asked for or not."""
+    """Runs the captured graph for `ReferenceRuns`: in float64, whatever is asked."""
     with arithmetic:
         results = run_graph(runnable.traced, values, key)
         evaluated = _evaluated(runnable, values)

@@ -281,8 +281,8 @@ def _agree(quantity: str, values: Sequence[float]) -> None:
 
 
 def check_owners(program: Program) -> None:
-    """Each element of a parameter has one rank that answers for it: it is counted once
-    in norms, and saved once. Raises VerificationFailed."""
+    """Checks that each element of a parameter has one owner: it is counted once in
+    norms, and saved once. Raises VerificationFailed."""
     mesh = program.mesh
     for source, names in program.sources.items():
         shape = program.parameters[names[0]].part.shape

@@ -40,15 +40,15 @@ class ReferenceRuns:
 
     @cached_property
     def exact(self) -> StepResult:
-        """In float64."""
+        """The model's results in float64."""
         with default_dtype(torch.float64):
             return self._run(Arithmetic(double=True))
 
     def scatter(self, double: bool, draws: int = DRAWS[0]) -> dict[str, float]:
-        """By name, how far from `exact` the model's results are, rounded otherwise, at
-        most: in float64, or in its own precision.
+        """The largest errors, by name, of the model's results rounded otherwise.
 
-        Raises ValueError where they are no finite numbers: nothing is known then.
+        They are relative to `exact`. double: in float64, else in its own precision.
+        Raises ValueError where they are not finite: nothing is known then.
         """
         drawn = self._drawn[double]
         while len(drawn) < draws:
@@ -71,7 +71,7 @@ class ReferenceRuns:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """In which integers are divided, and what is made of numbers."""
+    """Sets torch's default dtype, in which e.g. integers are divided."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -219,7 +219,7 @@ def _choose(
 
 
 def _stages(plan: Plan, few: ChosenLayers) -> dict[str, int]:
-    """As many pipeline ranks as run the stages that are kept."""
+    """The pipeline ranks that run the stages that are kept: {axis: size}."""
     return {PIPELINE: len(few.stages) // plan.stages_per_rank} if few.path else {}
 
 

@@ -100,8 +100,8 @@ def update_rank(step: RankStep, update: Update, memory: Memory) -> Updated:
 
 
 def _saved_errors(step: RankStep, update: Update, memory: Memory) -> dict[str, float]:
-    """By name, of what is saved, read whole. A rank that writes where another should,
-    and reads there too, gets back all that it had."""
+    """The errors of what is saved and read whole, by name. A rank that writes where
+    another should, and reads there too, gets back all that it had."""
     aliases, errors = step.program.aliases, dict.fromkeys(update.weights, 0.0)
     for entry, wanted in {"": update.weights, **update.moments}.items():
         linear = MOMENTS.get(entry, as_reals)

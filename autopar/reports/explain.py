@@ -39,7 +39,7 @@ def explanation(record: PlanRecord) -> str:
 
 
 def seconds_table(record: PlanRecord) -> Table:
-    """Where the seconds of the slowest pipeline rank go; they add up to the step."""
+    """Shows the seconds of the slowest pipeline rank by cause."""
     best = record.best[0]
     ordered = sorted(best.parts.items(), key=lambda item: -item[1])
     least = ROUNDING * best.seconds
@@ -61,7 +61,7 @@ def seconds_table(record: PlanRecord) -> Table:
 
 
 def memory_table(record: PlanRecord) -> Table:
-    """Where the bytes of each pipeline rank go; equal ranks in one row."""
+    """Shows the bytes of each pipeline rank by purpose; equal ranks share a row."""
     best = record.best[0]
     known = dict.fromkeys((*TERMS, *(term for x in best.memory for term in x)))
     terms = [t for t in known if any(x.get(t) for x in best.memory)]
@@ -122,7 +122,7 @@ def model_table(record: PlanRecord) -> Table:
 
 
 def others_table(record: PlanRecord) -> Table:
-    """Each runner-up: what it would take, and by which parts it differs."""
+    """Shows the runners-up: what each would take, and how it differs."""
     best, *others = record.best
     rows = [
         (
@@ -188,7 +188,7 @@ def explanation_data(record: PlanRecord) -> dict[str, Any]:
 
 
 def _narrow(plan: str) -> str:
-    """On lines of a few words."""
+    """Breaks a plan's text into lines of a few words."""
     lines: list[str] = [""]
     for piece in plan.split(", "):
         if len(lines[-1]) + len(piece) > 34 and lines[-1]:

@@ -48,7 +48,7 @@ BACKEND = {
 
 
 def stage_table(program: Program) -> Table:
-    """Each stage: its layers, and what a rank of it holds, computes and sends."""
+    """Shows each stage's layers, and what a rank of it holds, computes and sends."""
     rows = []
     for index, stage in enumerate(program.stages):
         held, held_bytes = _held(program, index)
@@ -189,7 +189,7 @@ def communication_table(program: Program) -> Table:
 
 
 def messages_of_a_step(program: Program) -> list[Communication]:
-    """By stage; calls and bytes of all microbatches together."""
+    """The calls and bytes of each stage in a step, all microbatches together."""
     times = {
         "forward": program.plan.microbatches,
         "backward": program.plan.microbatches,
@@ -229,7 +229,7 @@ def _reductions(program: Program, stage: int) -> list[Communication]:
 
 
 def devices_of(program: Program, cluster: Cluster | None = None) -> Cluster:
-    """Whose links carry messages: those by which it was cut, else this machine's."""
+    """The cluster whose links carry messages: the plan's own, else this machine's."""
     return cluster or known_cluster(program.mesh.size)
 
 

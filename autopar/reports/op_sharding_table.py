@@ -12,7 +12,7 @@ OPS = 44  # letters of a line of ops
 
 
 def op_sharding_table(plan: Plan) -> Table:
-    """Each axis and module: the ops that are sharded alike, and what is split."""
+    """Shows, by axis and module, the ops that are sharded alike and the split dim."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for axis, own in plan.op_shardings.items():
         for name, dim in own.items():

@@ -10,7 +10,7 @@ NAME = 40  # characters of a parameter's name in a line
 
 
 def parameter_table(program: Program, every: bool = False) -> Table:
-    """Each parameter: its named dims and its sharding; equal layers in one row.
+    """Shows the named dims and the sharding of parameters; equal layers share a row.
 
     every: one row for each parameter instead.
     """
@@ -48,7 +48,7 @@ def parameter_table(program: Program, every: bool = False) -> Table:
 
 
 def update_table(program: Program) -> Table:
-    """Each buffer that a step writes to; equal layers in one row."""
+    """Shows the buffers that a step writes to; equal layers share a row."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for name, update in program.updates.items():
         layer = LAYER.search(name)
@@ -70,7 +70,7 @@ def update_table(program: Program) -> Table:
 
 
 def _gathering(program: Program, spec: ParameterSpec) -> str:
-    """When a parameter that is sharded becomes whole for its uses."""
+    """How often a sharded parameter is gathered for its uses."""
     when = "a block ahead" if program.plan.zero == 3 else "once a step"
     return when if spec.gathered else ""
 

@@ -50,7 +50,7 @@ def precision_notes(
 
 
 def layers_notes(of: ShortModel, cluster: Cluster) -> tuple[str, ...]:
-    """That no pipelines were among the candidates, where devices are several."""
+    """Notes, for several devices, that no pipelines were among the candidates."""
     if of.layers is not None or cluster.devices == 1:
         return ()
     return (f"no pipelines were tried: {NO_LAYERS}; `compile --mesh pp=2` makes one",)

@@ -69,7 +69,7 @@ def shares(program: Program) -> list[Share]:
 
 
 def _without(spec: ParameterSpec, axes: Sequence[str]) -> ParameterSpec:
-    """As it would lie if these axes did not split it."""
+    """The spec of a parameter that these axes do not split."""
     slots = tuple(
         tuple(tuple(a for a in own if a not in axes) for own in dim)
         for dim in spec.slots

@@ -92,7 +92,7 @@ def _longest_word(cell: str) -> int:
 
 
 def _folded(cell: str, wide: int) -> str:
-    """Each line of a cell that is too long, as several."""
+    """Wraps lines of a cell that are too long."""
     return "\n".join(
         line
         if len(line) <= wide

@@ -48,8 +48,8 @@ def trace_data(run: StepRun) -> dict[str, Any]:
 
 
 def _thread(run: StepRun, rank: int, stream: str = COMPUTE) -> dict[str, int]:
-    """Where an event belongs. Perfetto takes threads of one number for one thread, in
-    whatever process, and one with the number of its process for the main thread."""
+    """The thread of an event. Perfetto takes threads of one number for one thread, in
+    whatever process, and one with its process's number for the main thread."""
     before = len(run.memory) + len(STREAMS) * rank
     return {"pid": rank, "tid": before + STREAMS.index(stream)}
 
@@ -97,7 +97,7 @@ def _details(event: Event) -> dict[str, Any]:
 
 
 def _arrows(run: StepRun) -> list[dict[str, Any]]:
-    """From the action that makes a message to the one that uses it."""
+    """Arrows from the action that makes a message to the one that uses it."""
     lasts = {
         (e.rank, e.action): e.work.seconds
         for e in run.events

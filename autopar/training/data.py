@@ -40,7 +40,7 @@ class Data(Protocol):
         """How many sequences there are, if none overlaps. Raises: DataError."""
 
     def samples(self, numbers: np.ndarray, seq: int) -> Batch:
-        """Those of these that have some numbers, int64, from 0."""
+        """The samples of these numbers, int64, from 0."""
 
     def split(self, fraction: float) -> tuple[Data, Data]:
         """Data to train with, and the held-out rest: so much of it."""
@@ -78,7 +78,8 @@ class Corpus:
         return self._read(numbers * seq, seq)
 
     def _places(self, seq: int) -> int:
-        """Where a sequence may begin, with a token after it. Raises: DataError."""
+        """The number of begins of a sequence with a token after it. Raises:
+        DataError."""
         places = len(self.tokens) - seq
         if places < 1:
             raise DataError(
@@ -199,7 +200,8 @@ class Mixture:
         return sum(source.count(seq) for source in self.sources)
 
     def samples(self, numbers: np.ndarray, seq: int) -> Batch:
-        """Those of one source are counted after those of another."""
+        """The samples of these numbers, which count through one source after
+        another."""
         ids = torch.empty((len(numbers), seq), dtype=torch.int64)
         labels = torch.empty_like(ids)
         first = 0
@@ -213,7 +215,7 @@ class Mixture:
         return ids, labels
 
     def split(self, fraction: float) -> tuple[Data, Data]:
-        """That of each source, in the same shares."""
+        """Splits each source in the same shares."""
         pairs = [source.split(fraction) for source in self.sources]
         train, held_out = ([pair[i] for pair in pairs] for i in (0, 1))
         return replace(self, sources=train), replace(self, sources=held_out)

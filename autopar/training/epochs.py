@@ -22,8 +22,8 @@ U64 = np.uint64
 
 
 def shuffled(numbers: np.ndarray, count: int, *key: int) -> np.ndarray:
-    """Where each of some numbers below `count` goes, int64, one of the permutations of
-    range(count) for each key."""
+    """The places of numbers below `count`, int64, in a permutation of range(count) that
+    the key chooses."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     places = _crypt(numbers.astype(U64), half, keys)

@@ -57,7 +57,7 @@ class Feed:
         return cls(data, program, loaded.shifts_labels, end)
 
     def split(self, fraction: float) -> tuple[Feed, Feed]:
-        """To train with, and of the held-out rest of the data."""
+        """Splits off the last `fraction` of the data: (to train with, held out)."""
         train, held_out = self.data.split(fraction)
         return replace(self, data=train), replace(self, data=held_out)
 
@@ -80,7 +80,7 @@ class Feed:
 
     @property
     def tokens(self) -> int:
-        """In one batch."""
+        """The number of tokens in one batch."""
         return self.shape[0] * self.shape[1]
 
     def check_length(self) -> None:
@@ -100,7 +100,7 @@ class Feed:
 
     @property
     def samples(self) -> int:
-        """In one batch."""
+        """The number of samples in one batch."""
         return self.shape[0]
 
     def count(self) -> int:
@@ -116,7 +116,7 @@ class Feed:
         return self._fields(*self.data.batch(step, samples, seq))
 
     def sequences(self, first: int, count: int) -> dict[str, Tensor]:
-        """So many of the samples that do not overlap, in order; else as a batch."""
+        """A batch of samples that do not overlap: `count` of them, from `first` on."""
         _, seq = self.shape
         numbers = np.arange(first, first + count)
         return self._fields(*self.data.samples(numbers, seq))

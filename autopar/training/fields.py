@@ -90,8 +90,8 @@ def documents_of(ids: Tensor, end: int | None) -> Tensor:
 
 
 def positions_of(ids: Tensor, end: int | None) -> Tensor:
-    """Where a token is in its document, or in the sample if documents have no end,
-    int64 [samples, seq]."""
+    """The position of each token in its document, or in the sample if documents have no
+    end, int64 [samples, seq]."""
     at = torch.arange(ids.shape[1]).expand_as(ids)
     first = torch.where(begins(ids, end), at, 0).cummax(1).values
     return at - first

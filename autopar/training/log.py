@@ -36,4 +36,4 @@ class Log:
             file.write(as_json(row) + "\n")
 
     def close(self) -> None:
-        """Each line was written when it came."""
+        """Does nothing: each line was written when it came."""

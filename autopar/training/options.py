@@ -142,7 +142,7 @@ class RunOptions:
 
     @property
     def to_evaluate(self) -> RunOptions:
-        """Those of the data of evaluations, which is by itself."""
+        """The options for --eval-data, as if it were the data."""
         return replace(
             self, data=self.eval_data, eval_data=(), epochs=0, profile_steps=None
         )

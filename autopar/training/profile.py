@@ -66,14 +66,14 @@ class Profile:
         return cls(step, stored, options)
 
     def begin(self, number: int) -> None:
-        """Before a step, by its number from 1."""
+        """Begins a step. number: of the step, from 1."""
         if number == self.steps[0]:
             self._profiler.start()
         self._synchronize()
         self._began = time.perf_counter()
 
     def end(self, number: int) -> str | None:
-        """After a step. After the last profiled one: what to print of them."""
+        """Ends a step; after the last profiled one, returns the text to print."""
         self._synchronize()
         held = self.traced if number in self.steps else self.plain
         held.append(time.perf_counter() - self._began)

@@ -54,7 +54,7 @@ class Progress:
             self.kept, self.length = self.printed, 0
 
     def close(self) -> None:
-        """Each line was printed when it came."""
+        """Does nothing: each line was printed when it came."""
 
     def _text(self, row: Row) -> str:
         text = f"step {row['step']}/{self.options.steps}  loss {row['loss']:.5f}"

@@ -232,7 +232,7 @@ class Training:
         return loss, norm, rate
 
     def _look(self, done: int, loss: Tensor, norm: Tensor) -> None:
-        """After so many steps: evaluate and save, if that is due. Raises:
+        """Evaluates and saves after so many steps, if that is due. Raises:
         NonFiniteError."""
         options, step = self.options, self.step
         evaluated, saved = self.evaluation.is_due(done), is_due(done, options)

@@ -31,7 +31,7 @@ PAUSE = 5.0  # seconds between lines of progress
 
 @dataclass(frozen=True)
 class Part:
-    """Some documents, or a part of one. share: of all, that came before. whole: whether
+    """Texts of documents. share: of all documents, that came before. whole: whether
     each text is a document's end."""
 
     share: float

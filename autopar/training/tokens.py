@@ -48,20 +48,20 @@ class Tokens:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """So many tokens from there on, int64 [count]."""
+        """Reads `count` tokens from `start` on, int64 [count]."""
         return np.concatenate(
             [np.asarray(p.tokens, np.int64) for p in self.part(start, count).pieces]
         )
 
     def windows(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """So many tokens from each start on, int64 [starts, count]."""
+        """Reads `count` tokens from each start on, int64 [starts, count]."""
         if len(self.pieces) == 1:
             at = starts[:, None] + np.arange(count)
             return self.pieces[0].tokens[at].astype(np.int64)
         return np.stack([self.read(int(start), count) for start in starts])
 
     def part(self, start: int, count: int) -> Tokens:
-        """So many tokens from there on, not read."""
+        """The `count` tokens from `start` on, without reading them."""
         assert 0 <= start <= start + count <= len(self), "a part of what is there"
         pieces, stop = [], start + count
         i = int(np.searchsorted(self.ends, start, side="right"))
@@ -76,7 +76,7 @@ class Tokens:
         return Tokens(tuple(pieces) or (Piece("nothing", np.empty(0, np.int64)),))
 
     def place(self, position: int) -> str:
-        """Where a token is, for people: `position 12 of shard.bin`."""
+        """Names the place of a token for messages: `position 12 of shard.bin`."""
         (piece,) = self.part(position, 1).pieces
         return f"position {piece.at} of {piece.name}"
 

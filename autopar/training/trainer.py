@@ -287,12 +287,12 @@ class Trainer(transformers.Trainer):
         on_first(comm, finish)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """With the weights, so that other plans can go on from it."""
+        """Saves these with the weights, so that other plans can go on from them."""
         extra = self.lr_scheduler.state_dict()
         self.step.save(Path(output_dir) / STATE, self._own(), extra=extra)
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
-        """They come with the optimizer's, once there is one."""
+        """Does nothing: `_load_optimizer_and_scheduler` reads the weights too."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

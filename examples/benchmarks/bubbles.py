@@ -87,7 +87,7 @@ def read(row: dict[str, str]) -> Row:
 
 
 def _maybe(text: str) -> float | None:
-    """Only four of the schedules were also run."""
+    """The number, if there is one: only four of the schedules were also run."""
     return float(text) if text else None
 
 

@@ -59,7 +59,7 @@ class Stopwatch:
         return timed
 
     def watch_attention(self, step: autopar.Step) -> None:
-        """On whatever path a method takes to it."""
+        """Times attention on whatever path a method takes to it."""
         names = ("attention", "attention_backward")
         for name in names:
             setattr(step.comm, name, self.around(getattr(step.comm, name)))
@@ -69,7 +69,7 @@ class Stopwatch:
 
 
 def measure(method: str, layout: str, sizes: argparse.Namespace) -> Measured:
-    """This rank's figures: medians over steps, and the peak of one more."""
+    """Measures on this rank: medians over steps, and the peak of one more."""
     torch.manual_seed(0)
     config = Config(sizes.layers, sizes.width, sizes.heads, sizes.seq, vocab=512)
     ids = torch.randint(config.vocab, (1, sizes.seq))

@@ -65,7 +65,7 @@ class Done:
 
 
 def jobs(tiny: bool, ways: list[str]) -> dict[str, Job]:
-    """By name, what matters most first."""
+    """The jobs by name, the most important first."""
     named = {f"{n} ranks": Job(("ranks", tiny), 60, n) for n in PLANS}
     for name in SIZES:
         named[name] = Job(("speed", name, tiny, ways), 170)

@@ -142,7 +142,7 @@ def untouched(model: nn.Module, batch: dict[str, Tensor], way: str) -> Step:
 
 
 def ours(model: nn.Module, batch: dict[str, Tensor], way: str) -> Step:
-    """Both backends run one program, which is made and proved for the first."""
+    """Compiles a step; both backends run one program, made and proved for the first."""
     backend, program = way.removeprefix("ours-"), _programs.get(id(model))
     if program is None:
         plan = autopar.Plan(Mesh.parse(""), precision="bf16")
@@ -250,7 +250,7 @@ def single(config: Config, batch: dict[str, Tensor]) -> tuple[list[float], nn.Mo
 
 
 def ranks(say: Say, tiny: bool) -> None:
-    """Each plan of this many ranks, on one device, beside a single process."""
+    """Runs each plan of this many ranks on one device, beside a single process."""
     dist.init_process_group("gloo")
     config = TINY["gpt2-xl"] if tiny else Config(4, 256, 8, 256, 1024)
     assert isinstance(config, Config)

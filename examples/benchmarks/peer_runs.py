@@ -95,7 +95,7 @@ def single(model: GPT, folder: Path, compiled: bool) -> Step:
 
 
 def of_samples(model: nn.Module) -> Step:
-    """Each rank takes its own samples."""
+    """A step in which each rank takes its own samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def forward_backward(ids: Tensor, labels: Tensor) -> float:

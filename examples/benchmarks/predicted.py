@@ -151,7 +151,7 @@ class Planner:
 def make_planners(
     profile: Path | None, backend: str, numbers: Sequence[int] = RANKS
 ) -> dict[tuple[str, int], Planner]:
-    """For each workload and number of ranks, see `predict`."""
+    """Makes a planner for each workload and number of ranks, see `predict`."""
     planners = {}
     for workload, spec in WORKLOADS.items():
         loaded = load_model(spec)

@@ -44,7 +44,7 @@ class Choice:
         return Mesh.parse(self.mesh).size
 
     def candidate(self, batch: int) -> Candidate:
-        """For steps of so many samples; without layers."""
+        """The candidate for steps of `batch` samples, without layers."""
         mesh = Mesh.parse(self.mesh)
         return Candidate(
             mesh,
@@ -81,7 +81,7 @@ CHOICES = (
 
 
 def spread(choices: Sequence[Choice], count: int | None) -> list[Choice]:
-    """So many of them, evenly over the list; None: all."""
+    """Picks `count` choices, evenly over the list; None: all."""
     if count is None or count >= len(choices):
         return list(choices)
     step = (len(choices) - 1) / max(1, count - 1)

@@ -94,8 +94,8 @@ class Planned:
 
     @property
     def error_of_whole_layers(self) -> float:
-        """By what is said beside it of plans that run whole layers again, as
-        Megatron-LM does."""
+        """The relative error beside plans that recompute whole layers, as Megatron-LM
+        does."""
         seconds = self.estimate.whole_layers or self.estimate.seconds
         return seconds / self.published - 1
 

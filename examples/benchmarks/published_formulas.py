@@ -52,7 +52,7 @@ PER_PARAMETER = 18  # bytes: 2205.05198, figure 1
 
 
 def megatron(formula: Expr) -> Expr:
-    """With the sizes of Megatron's GPT: its dims are named apart in the graph."""
+    """Substitutes the sizes of Megatron's GPT, whose dims are named apart."""
     sizes = {
         size("ffn"): 4 * H,
         size("head_dim"): H / A,

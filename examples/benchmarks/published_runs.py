@@ -199,9 +199,9 @@ def layer_runs() -> tuple[LayerRun, ...]:
 
 
 def overlapped(account: Account) -> Account:
-    """By the time of table 4, collectives of a backward ran beside its products: those
-    of an input's gradient while the weight's is computed, and what is gathered again
-    (half of all) while the input's is (Korthikanti 2022, section 4.2.2)."""
+    """Drops collectives that are hidden. By the time of table 4, those of an input's
+    gradient ran while the weight's was computed, and half of what is gathered again
+    while the input's was (Korthikanti 2022, section 4.2.2)."""
     exposed = {"all_reduce": 0.0, "reduce_scatter": 0.0, "all_gather": 0.5}
     exchanges = []
     for e in account.backward.exchanges:

@@ -241,8 +241,8 @@ def _of_nanotron(account: Account) -> Account:
 
 @cache
 def links() -> Links:
-    """Those with the least errors over the measured gathers and scatters: what is given
-    of all-reduces of many nodes is several times slower than the same runs were."""
+    """Fits links to the measured gathers and scatters, not to all-reduces of many
+    nodes: those given are several times slower than the same runs were."""
 
     def error(tried: Links) -> float:
         pairs = (collectives(kind, tried) for kind in ("all_gather", "reduce_scatter"))

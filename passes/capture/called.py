@@ -101,7 +101,7 @@ class Calls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def in_one(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around a forward that is a single part, whatever layers it has."""
+        """Records a forward as a single part, whatever layers it has."""
         for named in (self.model.named_parameters, self.model.named_buffers):
             for name, x in named(remove_duplicate=False):
                 self.names.setdefault(id(x), name)
@@ -113,7 +113,7 @@ class Calls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def layer_by_layer(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around a forward. Raises: NotInOrder."""
+        """Records a forward layer by layer. Raises: NotInOrder."""
         layers = list(self.model.get_submodule(self.path).children())
         handles = [
             layer.register_forward_pre_hook(self.beginning(FIRST + i))
@@ -132,8 +132,9 @@ class Calls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def regions_noted(self) -> Iterator[None]:
-        """Within, regions of autocast are noted: a capture heeds those of any device,
-        and of one that torch is not built for the state says nothing."""
+        """Records regions of autocast as they are entered and left: a capture heeds
+        those of any device, and the state says nothing of a device that torch is not
+        built for."""
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
         def entered(region: Any) -> Any:

@@ -91,8 +91,8 @@ def ways_to_narrow(
 def only_layers(
     model: nn.Module, path: str, kept: Sequence[int], counted: bool = False
 ) -> Iterator[None]:
-    """Within, a list of layers has only these, with numbers from 0 on. counted: and so
-    have the model's numbers that say how many there are."""
+    """Cuts a list of layers down to those `kept`, numbered from 0, while it lasts.
+    counted: cut the numbers of layers that the model holds as well."""
     layers = model.get_submodule(path)
     before = dict(layers._modules)
     every = list(before.values())
@@ -111,8 +111,8 @@ def only_layers(
 
 
 def _counts(model: nn.Module, path: str) -> list[tuple[dict[str, Any], str]]:
-    """Where a model, or its configuration, has a number that by its name and value says
-    how many layers a list has: a table and the name there."""
+    """Finds the numbers of a model or its configuration that by name and value count
+    the layers of a list: (table, key) of each."""
     total = len([*model.get_submodule(path).children()])
     tables = {
         id(table): table

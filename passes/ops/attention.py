@@ -24,8 +24,8 @@ ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 
 
 def rule(node: Node) -> str:
-    """Each query row is on its own, and sees all keys, with what is known of each; a
-    causal flag counts rows."""
+    """The rule of attention: query rows are independent, and see all keys, with what is
+    known of each; a causal flag counts rows."""
     q, k, mask = node.named("q k mask")
     s = "s~" if node.arg("is_causal") else "s"
     groups = k.shape[1]

@@ -22,8 +22,8 @@ PERMUTE, UNPERMUTE = "autopar.permute_rows", "autopar.unpermute_rows"
 
 
 def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
-    """Each row times the weight of its expert: x [s,k], expert [s], weight [e,n,k] ->
-    [s,n]."""
+    """Multiplies each row by its expert's weight: x [s,k], expert [s], weight [e,n,k]
+    -> [s,n]."""
     return expert_linear_from(0, x, expert, weight)
 
 

@@ -161,7 +161,7 @@ def looked_up(at: Unite, node: Node) -> None:
 
 
 def linear(at: Unite, node: Node) -> None:
-    """Its rule is of one without a bias, which normal graphs add apart."""
+    """Unites the extents of a linear layer and its bias, which its rule has not."""
     x, weight, *bias = (at.tensors[v.name] for v in node.operands)
     out = at.tensors[node.out.name]
     pairs = zip((*out, *x[-1:]), (*x[:-1], weight[0], weight[1]), strict=True)

@@ -126,7 +126,7 @@ def d_pick(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None
 
 
 def _along(name: str, heeds: str, examples: str, **declared: Any) -> Op:
-    """By an index along one dim."""
+    """Declares an op that looks up by an index along one dim."""
     looks_up: Any = {"looks_up": "self index dim", "finite": "kept"}
     return Op(
         f"aten.{name}",

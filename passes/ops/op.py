@@ -37,7 +37,7 @@ Autocast = Literal["", "low", "wide", "equal"]
 
 
 class Place(Protocol):
-    """Where a rank stands: `passes.stage.localize.Localizer`."""
+    """The part of `passes.stage.localize.Localizer` that ops use: a rank's position."""
 
     @property
     def sizes(self) -> Any: ...
@@ -223,12 +223,12 @@ class Op:
 
     @property
     def op(self) -> str:
-        """As in a node: `aten.add.Tensor`."""
+        """The op's name in a node: `aten.add.Tensor`."""
         return self._of(self.name)
 
     @property
     def op_in_place(self) -> str:
-        """Its form that writes over the first operand: `aten.add_.Tensor`."""
+        """The op that writes its result into the first operand: `aten.add_.Tensor`."""
         return self._of(f"{self.name}_")
 
     def _of(self, name: str) -> str:

@@ -22,7 +22,7 @@ def sliced(node: Node) -> tuple[int, int]:
 
 
 def narrowed(node: Node) -> tuple[int, int]:
-    """So many from the start."""
+    """The part [begin, end) that `narrow` takes."""
     low = _position(node.arg("start"), 0, _extent(node))
     return low, low + node.out.shape[dim_of(node)]
 

@@ -12,7 +12,7 @@ from ..ops.op import Finite, Op, OutCotangents
 
 
 def add(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    """Each operand's gradient is dy, summed over dims that were broadcast."""
+    """d(add): each operand's gradient is dy, summed over dims that were broadcast."""
     dy = dys[0]
     assert dy is not None
     grads: list[Value | None] = []

@@ -68,7 +68,7 @@ def convolved(node: Node) -> str:
 
 
 def by_columns(node: Node) -> int:
-    """Each element of the result sums over the first operand's columns."""
+    """FLOPs of a product: each element sums over the first operand's columns."""
     return 2 * node.out.numel * node.operands[0].shape[-1]
 
 
@@ -92,8 +92,8 @@ def of_einsum(node: Node) -> int:
 
 
 def of_filters(node: Node) -> int:
-    """Each element of the result sums over one filter [o, c, k]; transposed, each of
-    the operand is spread over those of its channel [c, o, k]."""
+    """FLOPs of a convolution: each element sums over a filter [o, c, k]; transposed,
+    each element of the operand is spread over those of its channel [c, o, k]."""
     weight, spread = node.named("weight transposed")
     spread = spread or "transpose" in node.name
     each = node.operands[0] if spread else node.out
@@ -106,13 +106,13 @@ def of_last_filters(node: Node) -> int:
 
 
 def of_vectors(node: Node) -> int:
-    """Each element of the result sums over a dim."""
+    """FLOPs of a product of vectors: each element of the result sums over a dim."""
     return 2 * node.out.numel * node.operands[0].shape[node.arg("dim")]
 
 
 def contracted(node: Node) -> int:
-    """Each letter is of two of these three: of both factors, or of one and the result.
-    What a product is added to does not count."""
+    """FLOPs of a contraction. Each letter is in two of three tensors: in both factors,
+    or in one and the result. What the product is added to does not count."""
     return 2 * isqrt(prod(v.numel for v in (*node.operands[-2:], node.out)))
 
 
@@ -155,7 +155,7 @@ def affine(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None
 
 
 def matmul(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    """By a weight as a linear layer's, else as a product of matrices."""
+    """d(matmul): by a weight as of a linear layer, else as of matrices."""
     return (affine if _is_by_weight(node) else matrices)(cts, node, dys)
 
 
@@ -214,7 +214,7 @@ def _of_other_shapes(cts: Cotangents, node: Node) -> bool:
 
 
 def _filter_each(node: Node) -> Node:
-    """As many groups as there are channels, if each has its own filter."""
+    """Gives a depthwise convolution as many groups as it now has channels."""
     x, weight, groups = node.operands[0], node.operands[1], node.arg("groups")
     alone = groups > 1 and weight.shape[1] == 1
     return node.with_args(groups=x.shape[1]) if alone else node

@@ -117,7 +117,7 @@ def dropped_on_rank(at: Place, node: Node, local: Node) -> Node:
 
 
 def drawn_on_rank(at: Place, node: Node, local: Node) -> Node:
-    """So is each number."""
+    """Draws each number as a function of its global position."""
     args = (*node.named("kind number"), _position(at, node), node.out.dtype)
     return replace(local, op="comm.draw", args=args)
 

@@ -23,7 +23,7 @@ def rule(node: Node) -> str | None:
 
 
 def flops(node: Node) -> int:
-    """Each step of each sample is multiplied with each matrix."""
+    """FLOPs of an LSTM or GRU: each step of a sample is multiplied by each matrix."""
     x, weights = node.operands[0], node.arg("params") or node.named("w_ih w_hh")
     matrices = [v for v in weights if len(v.shape) == 2]
     return 2 * x.numel // x.shape[-1] * sum(v.numel for v in matrices)

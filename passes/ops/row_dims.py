@@ -1,4 +1,4 @@
-"""Where rows go in what is done row by row."""
+"""The dims along which ops work row by row, before and after."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..ops.rules import equation, is_pointwise
 
 
 def dim_after(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int:
-    """Where a dim of a tensor is after a reshape; -1 if it is no dim any more."""
+    """The dim that a dim of a tensor becomes in a reshape; -1 if none."""
     return next(
         (
             d

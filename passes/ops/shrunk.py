@@ -21,7 +21,7 @@ def view(_: Small, node: Node, new: Node) -> Node:
 
 
 def group_norm(at: Small, node: Node, new: Node) -> Node:
-    """As many groups as their factor of the channels has."""
+    """Gives group_norm as many groups as their factor of the channels has."""
     groups = at.leading(node.operands[0].name, 1, node.arg("num_groups"))
     return new.with_args(num_groups=groups)
 
@@ -34,7 +34,7 @@ def histogram(_: Small, node: Node, new: Node) -> Node:
 
 
 def arange(at: Small, node: Node, new: Node) -> Node:
-    """As many as there are; one that begins elsewhere begins there still."""
+    """Gives arange the smaller count; its start stays."""
     count = new.out.shape[0] if new.out.shape else 1
     if resolve(node.op)._overloadname == "default":
         return new.with_args(end=type(node.arg("end"))(count))
@@ -45,7 +45,8 @@ def arange(at: Small, node: Node, new: Node) -> Node:
 
 
 def repeat(_: Small, node: Node, new: Node) -> Node:
-    """As many copies as the smaller result holds of the smaller operand. Also tile."""
+    """Gives repeat and tile as many copies of the operand as the smaller result
+    holds."""
     x, out = new.operands[0], new.out
     ahead = len(out.shape) - len(x.shape)
     padded = (*(1,) * ahead, *x.shape)

@@ -117,7 +117,7 @@ def piece_sizes(argument: str) -> Callable[[Node], Node]:
 
 
 def length_of_copies(node: Node) -> Node:
-    """As many copies as they were; torch may have noted how long the result is."""
+    """Sets the length of repeat_interleave's result, where torch noted one."""
     if node.arg("output_size") is None:
         return node
     return node.with_args(output_size=node.out.shape[node.arg("dim") or 0])

@@ -148,7 +148,7 @@ class Held(Amounts):
 
     @property
     def resting(self) -> float:
-        """With gradients and the optimizer's state."""
+        """Bytes of parameters, gradients and the optimizer's state."""
         return self.parameters + self.trained + self.optimizer
 
 

@@ -65,7 +65,7 @@ def attention_share(node: Node, generation: str) -> float | None:
 
 
 def _between(row: tuple[int, ...], length: int) -> float:
-    """Between two lengths on the line by their logarithms."""
+    """Interpolates `row` at a length, linearly in the logarithm of lengths."""
     after = bisect_left(LENGTHS, length)
     if after in (0, len(LENGTHS)):
         return row[min(after, len(LENGTHS) - 1)]

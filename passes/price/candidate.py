@@ -64,7 +64,7 @@ class Candidate:
 
     @cached_property
     def data_parallel(self) -> int:
-        """Those of them that share out experts too."""
+        """The number of ranks that share out parameters of experts."""
         axes = (a for a in self.mesh.sharing_axes if not AXES[a].holds_experts)
         return prod(map(self.mesh.axis_size, axes))
 

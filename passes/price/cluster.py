@@ -217,11 +217,11 @@ class Cluster:
 
 
 def nodes(mesh: Mesh, axes: tuple[str, ...], devices: int) -> tuple[int, int] | None:
-    """Over how many nodes of so many devices each group of ranks along some axes goes,
-    and how many of its ranks are in each; None if none leaves its node.
+    """(nodes that a group of ranks along `axes` spans, its ranks on each), with so many
+    devices a node; None if no group leaves its node.
 
-    Ranks are on devices in turn. Where groups lie unevenly, as those of six ranks on
-    nodes of eight, it is what the worst of them has: the most nodes, the fewest ranks.
+    Ranks are on devices in order. Where groups lie unevenly, as those of six ranks on
+    nodes of eight, it is the worst case: the most nodes, the fewest ranks.
     """
     own: list[tuple[int, int]] = []  # stride and extent of each axis
     others: list[tuple[int, int]] = []
@@ -293,8 +293,8 @@ class Link:
         return self._from_table(kind, whole), TABLE
 
     def _from_table(self, kind: str, whole: float) -> float:
-        """By rings (Thakur, Rabenseifner, Gropp 2005, section 4), or by two trees where
-        an all-reduce is small (Sanders, Speck, Traff 2009), as NCCL chooses."""
+        """Seconds by rings (Thakur, Rabenseifner, Gropp 2005, section 4), or by two
+        trees for a small all-reduce (Sanders, Speck, Traff 2009), as NCCL chooses."""
         n = self.ranks
         near = self.near or Near(n, self.bytes_per_second, self.latency)
         nodes = near.nodes or math.ceil(n / near.ranks)

@@ -162,7 +162,7 @@ def join_stages(
 
 
 def _gaps(timeline: Timeline, rank: int) -> dict[str, list[float]]:
-    """For `join_stages`: from each of the rank's stages to its next one."""
+    """Seconds from each of a rank's stages to its next one, for `join_stages`."""
     schedule, firsts, lasts = timeline.schedule, [], []
     kinds, stages = schedule.numbers[rank]
     computes = np.isin(kinds, [n for kind, n in KINDS.items() if kind.is_compute])
@@ -233,7 +233,7 @@ def step_seconds(
 
 
 def schedule_of(candidate: Candidate) -> Schedule:
-    """With its messages."""
+    """The schedule of a candidate, with its messages."""
     ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
     if candidate.schedule == AUTO:
         return _ordered(candidate.order, candidate.microbatches)
@@ -321,7 +321,7 @@ def _parts_of(
     microbatches: int,
     cluster: Cluster,
 ) -> dict[str, float]:
-    """Where the seconds of a pipeline rank go: they add up to the step."""
+    """Splits the step's seconds on a pipeline rank by cause."""
     # Ranks with less to do once a step wait for the others.
     idle = step - timeline.busy[rank] - sum(once.values())
     parts = defaultdict[str, float](float, idle=idle)

@@ -157,7 +157,7 @@ def fit_line(points: Sequence[Timed]) -> Line:
 
 
 def _distance(point: Timed, bytes: float, flops: float) -> float:
-    """In factors of size."""
+    """The sum of the absolute log ratios of bytes and of FLOPs."""
     return abs(math.log((point.bytes + 1) / (bytes + 1))) + abs(
         math.log((point.flops + 1) / (flops + 1))
     )

@@ -39,7 +39,7 @@ def price(
 
 
 def _with_made(account: Account, sharing: Sharing, device: Device) -> Account:
-    """With what the backward takes more whose gradients are made."""
+    """Adds what a backward costs in addition where it makes whole gradients."""
     local, made, *_ = sharing
     experts = {made[name].name for name in find_experts(local) & made.keys()}
     halves = []

@@ -56,7 +56,7 @@ class LayerPrices:
     )
 
     def stages(self, layers: Sequence[int]) -> list[Account]:
-        """Those of a whole model, with so many runs each."""
+        """The accounts of a pipeline's stages. layers: runs of each."""
         last = len(layers) - 1
         return [self.stage(i == 0, runs, i == last) for i, runs in enumerate(layers)]
 
@@ -93,7 +93,7 @@ class LayerPrices:
 
     @cached_property
     def parts(self) -> list[Account]:
-        """Each run by itself, of those that there are."""
+        """The accounts of a first, a middle and a last run, of those that exist."""
         return [p for p in (self.first, self.middle, self.last) if p is not None]
 
     @cached_property
@@ -136,7 +136,7 @@ class LayerPrices:
         return LayerPrices(self.runs, whole, *(both(*pair) for pair in parts))
 
     def settled(self) -> LayerPrices:
-        """With the peaks of what is alive, without what they are found of."""
+        """The prices with peaks of memory, without the levels of each node."""
 
         def of(account: Account) -> Account:
             parts = account.microbatch.values()

@@ -99,8 +99,8 @@ def _pending(name: str, local: LocalStage) -> tuple[str, ...]:
 
 
 def _levels(usual: Storages, rows: np.ndarray) -> Levels:
-    """As `PartLevels` has them. usual: of a part as it is run; rows: what is alive by
-    block, see `passes.stage.count_footprint.levels_by_block`."""
+    """Puts levels of memory in the form of `PartLevels`. usual: of a part as it is run.
+    rows: bytes alive by block, see `passes.stage.count_footprint.levels_by_block`."""
     own = [usual.before, *usual.levels]
     levels = np.full((1 + len(rows), max(len(own), rows.shape[1])), NOTHING)
     levels[0, : len(own)] = own
@@ -111,7 +111,7 @@ def _levels(usual: Storages, rows: np.ndarray) -> Levels:
 def _with_messages(
     account: Account, sharing: Sharing, experts: Collection[str]
 ) -> Account:
-    """With messages of parameters and gradients, by block, see `passes.price.share`."""
+    """Adds messages of parameters and gradients by block, see `passes.price.share`."""
     local, made, *_ = sharing
     halves = [
         part.changed(

@@ -63,7 +63,7 @@ def _with_counts(account: Account, mesh: Mesh) -> PartCost:
 
 
 def _pending_over_dp(account: Account, mesh: Mesh) -> Exchanges:
-    """Without ZeRO: over dp, with the axes on which they are pending anyway."""
+    """The sums that are pending without ZeRO: over dp and their own axes."""
     if not (axes := mesh.data_axes):
         return account.pending
     return join_exchanges(
@@ -72,8 +72,8 @@ def _pending_over_dp(account: Account, mesh: Mesh) -> Exchanges:
 
 
 class _Axes:
-    """Over which axes ranks share parameters out, and those of experts; over which they
-    replicate shares."""
+    """The axes over which parameters and those of experts are sharded, and the axes
+    over which shards are replicated."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.of_others = mesh.sharing_axes
@@ -197,7 +197,8 @@ class _Shares:
 
     @property
     def edges(self) -> float:
-        """Where nothing is whole, what is cast there is a share as well."""
+        """Bytes at the begin and end of a step; where nothing is whole, casts are of
+        shares."""
         account = self.account
         if self.zero == 3:
             return account.edges + self.more_whole

@@ -1,4 +1,4 @@
-"""Where a plan's seconds come from: measurements, or a table of hardware."""
+"""The sources of a plan's seconds: measurements, or a table of hardware."""
 
 from __future__ import annotations
 

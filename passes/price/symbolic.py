@@ -217,8 +217,9 @@ def _bilinear(node: Node) -> bool:
 
 
 def _whole(short: ShortModel, of: Callable[[int | None], Expr]) -> Expr:
-    """Once what is outside of layers, and the second layer for each of them; and what
-    the last one has more, as where part of a pattern comes after its repeats."""
+    """The sum over a model: what is outside of layers, the second layer for each of
+    them, and what the last one has more, as where part of a pattern comes after its
+    repeats."""
     if len(short.starts) < 2:
         return expand(of(None) + of(0))
     more = of(len(short.starts) - 1) - of(1)

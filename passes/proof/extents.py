@@ -110,7 +110,7 @@ class Extents:
         return [extent for extent in self.sizes if extent.size == size]
 
     def positions(self, sizes: Mapping[Extent, int]) -> frozenset[tuple[int, int]]:
-        """Where ops cut dims, and where they do with small sizes."""
+        """The positions at which ops cut dims: (as they are, with the small sizes)."""
         cuts = {parts for cut in self.segments.values() for parts in cut.values()}
         return frozenset(
             (sum(map(size_of, parts)), sum(prod(sizes[n] for n in p) for p in parts))
@@ -118,19 +118,19 @@ class Extents:
         )
 
     def keep(self, extents: Collection[Extent]) -> Extents:
-        """With sizes of these that stay."""
+        """Marks these extents as ones whose sizes stay."""
         return self._changed(
             {extent: extent._replace(stays=True) for extent in extents}
         )
 
     @property
     def united(self) -> Extents:
-        """With all of one size as one."""
+        """The extents, those of equal size as one."""
         return self.unite(self.sizes)
 
     def unite(self, extents: Collection[Extent]) -> Extents:
-        """With all of these that have one size as one, that stays if one of them does,
-        and that the axes of all of them split."""
+        """Unites those of these extents that have equal size. The result stays if one
+        of them does, and the axes of all of them split it."""
         alike: dict[int, list[Extent]] = {}
         for extent in extents:
             alike.setdefault(extent.size, []).append(extent)

@@ -114,8 +114,8 @@ def _header(text: str, path: str) -> Iterator[Statement]:
 
 
 def _without_dels(lines: Sequence[str]) -> list[str]:
-    """Without what goes by memory: a wrong one fails where shapes run. What is under
-    one condition, before it and after it, is together."""
+    """Drops `del` lines, as a wrong one fails where shapes run, and joins neighbouring
+    blocks under one condition."""
     left = [x for x in lines if x.strip() and not x.lstrip().startswith("del ")]
     full = [
         line
@@ -140,7 +140,7 @@ def _is_if(line: str) -> bool:
 
 
 def end_of(lines: Sequence[str], at: int) -> int:
-    """Where what is inside of a line's statement ends."""
+    """The index of the first line after the body of the statement at `at`."""
     depth = _depth(lines[at])
     rest = range(at + 1, len(lines))
     return next((i for i in rest if _depth(lines[i]) <= depth), len(lines))

@@ -152,7 +152,7 @@ def _other_name(program: Program, number: int, stage: StageSpec) -> str | None:
 
 
 def _kind(name: str) -> str:
-    """Without the numbers of layers, and of where pieces of a parameter lie."""
+    """The name without the numbers of layers and the bounds of pieces."""
     return PIECE.sub("[:]", LAYER.sub("*", name))
 
 

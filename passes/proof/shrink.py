@@ -172,7 +172,7 @@ class Shrinker:
         small = {"start": low, "end": high, "index": low, "length": high - low}
 
         def follows(at: Any) -> bool:
-            """Not what is left out, up to the end, or counted from it."""
+            """Whether a bound moves: before the end, and not counted from it."""
             return at is not None and at < extent and not -MARGIN <= at < 0
 
         # What is counted from the end still is, as the texts of both are compared.

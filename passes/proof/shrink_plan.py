@@ -75,7 +75,8 @@ class ChosenLayers:
         return tuple(n for own in self.numbers for n in own)
 
     def layers(self, place: int, large: Collection[int]) -> StageLayers:
-        """Those of a small stage, which stands for one that has these."""
+        """The layers of a small stage, which stands for one that has the `large`
+        ones."""
         own = self.numbers[place] if self.path else ()
         before = sum(map(len, self.numbers[:place]))
         begins = before, min(large, default=0)
@@ -284,7 +285,7 @@ def _thin(
 
 
 def period(kinds: Sequence[object]) -> int:
-    """After how many layers all begins again, once at least; 0 if nothing does."""
+    """The number of layers after which all repeats at least once; 0 if none."""
     lengths = range(1, len(kinds) // 2 + 1)
     return next((n for n in lengths if kinds[n:] == kinds[:-n]), 0)
 

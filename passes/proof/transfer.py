@@ -31,8 +31,8 @@ SHOWN = 160  # characters of a statement in an error
 
 @dataclass
 class Difference:
-    """Where a text stops being the small one. function: of the module; large, small:
-    what stands there in each, "" where it ended."""
+    """The first difference between the texts of the large and the small program.
+    function: of the module. large, small: the lines there, "" after the end."""
 
     function: str
     large: str

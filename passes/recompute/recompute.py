@@ -129,8 +129,8 @@ def gathered(nodes: Sequence[Node]) -> set[str]:
 def add_unnamed(
     large: Collection[str], nodes: Sequence[Node], dims: Mapping[str, Dims]
 ) -> set[str]:
-    """Those names, and of the values without named dims, which a rank's nodes make for
-    their backward or for dropout, the ones that are made or read with these."""
+    """Adds to `large` the values without named dims, kept for backward or dropout, that
+    are made from these or read with them."""
     added = set(large)
     waiting = True
     while waiting:
@@ -188,7 +188,7 @@ def elementwise(run: Run) -> Again:
 
 
 def selective(run: Run) -> Again:
-    """That, the core of attention, and what ranks gather of each other."""
+    """Recomputes elementwise ops, the core of attention, and gathered values."""
     large = add_unnamed(squares(run.whole, run.dims), run.forward, run.dims)
     large |= gathered(run.forward)
     return Again(large, run.elementwise - large)

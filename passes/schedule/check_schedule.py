@@ -37,7 +37,7 @@ class Report:
 
 
 class _Place(NamedTuple):
-    """Where an action stands: the rank, and the place in that rank's list."""
+    """The position of an action: its rank, and the index in that rank's list."""
 
     rank: int
     at: int
@@ -108,7 +108,7 @@ def _misplaced(schedule: Schedule, action: Action, rank: int) -> str | None:
 
 
 def _check_complete(schedule: Schedule, places: Mapping[Action, _Place]) -> None:
-    """Each stage runs each microbatch: F, and either B or both I and W."""
+    """Checks that each stage runs each microbatch: F, and either B or both I and W."""
     for stage, rank in enumerate(schedule.stage_to_rank):
         for microbatch in range(schedule.microbatches):
             full, half, weight = (
@@ -164,7 +164,7 @@ def _needs(
 
 
 def _check_messages(schedule: Schedule, places: Mapping[Action, _Place]) -> None:
-    """Both ends of each message are there, in the same order within a pair of ranks."""
+    """Checks that each message has both ends, in one order for each pair of ranks."""
     # (sender, receiver) -> messages, each named by its RECV
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)

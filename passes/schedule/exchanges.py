@@ -74,7 +74,7 @@ def _go_together(
 def in_turn(
     actions: Sequence[Action], order: Sequence[Exchange]
 ) -> Iterator[tuple[Action, list[Exchange]]]:
-    """Each action of a rank, with the exchanges that it begins before it.
+    """Yields each action of a rank, with the exchanges that it begins before it.
 
     One begins when all before it have, and the actions that send are reached. One that
     only receives waits until fewer than `AHEAD` are open, unless messages wait behind.

@@ -104,7 +104,7 @@ def _as_fast(best: Sequence[Listed]) -> float:
 def named_schedules(
     ranks: int, microbatches: int, stages_per_rank: int
 ) -> Iterator[Schedule]:
-    """Those that can run this many stages a rank, with every backward in halves."""
+    """Yields the schedules that run so many stages a rank, with backwards in halves."""
     for named in SCHEDULES.values():
         try:
             schedule = named.make(ranks, microbatches, stages_per_rank)
@@ -129,7 +129,7 @@ def _halved(actions: Iterable[Action]) -> Iterator[Action]:
 
 
 def _placements(ranks: int, stages_per_rank: int) -> list[tuple[int, ...]]:
-    """Around the ranks in rounds; for two stages a rank also down and up again."""
+    """Stages on ranks to try: in rounds; two a rank also down and up again."""
     rounds = tuple(range(ranks)) * stages_per_rank
     vee = (*range(ranks), *reversed(range(ranks)))
     return [rounds, vee] if stages_per_rank == 2 and ranks > 1 else [rounds]

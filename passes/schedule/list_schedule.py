@@ -211,7 +211,7 @@ class _Rank:
         return self.held + self.needed[stage] <= self.budget
 
     def next_arrival(self, now: float) -> float:
-        """When something that could be begun then is known to arrive."""
+        """The first time after `now` when an action that may begin has its operand."""
         first = math.inf
         for kind, arrivals in self.arrivals.items():
             finished = self.done[kind]

@@ -15,10 +15,10 @@ AHEAD = 2
 
 
 def send_completions(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """For each RECV of a rank, the SENDs of the rank that it proves to be done.
+    """Maps each RECV of a rank to the SENDs of that rank that it proves done.
 
-    What a peer sends after it has received a message says that it has it, so the
-    sender may let go. (gloo tells of a send only to one who waits for it.)
+    A message that a peer sends after it has received one shows that it has it, so the
+    sender may free it. (gloo tells of a send only to one who waits for it.)
     """
     actions = schedule.ranks[rank]
     return {
@@ -30,8 +30,8 @@ def send_completions(schedule: Schedule, rank: int) -> dict[Action, list[Action]
 def apart(
     actions: Sequence[Action],
 ) -> Iterator[tuple[Action, list[tuple[Action, ...]]]]:
-    """Each action, with what begins before it, message by message: receives as they are
-    posted, and the send that it is. Of carriers that tell messages apart by tags."""
+    """Yields each action, with the messages that begin before it: the receives posted
+    there, and its own send. For carriers that tell messages apart by tags."""
     for action, coming in prefetched_receives(actions):
         sends = [action] if action.kind.is_send else []
         yield action, [(message,) for message in (*coming, *sends)]
@@ -40,7 +40,7 @@ def apart(
 def prefetched_receives(
     actions: Sequence[Action],
 ) -> Iterator[tuple[Action, list[Action]]]:
-    """Each action, with the receives that are posted before it."""
+    """Yields each action, with the receives that are posted before it."""
     coming = deque(a for a in actions if a.kind.is_recv)
     open_ = 0
     for action in actions:

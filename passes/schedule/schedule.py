@@ -186,7 +186,7 @@ class Schedule:
 
     @cached_property
     def messages(self) -> tuple[list[tuple[int, int, bool]], ...]:
-        """For each rank: (place in its list, rank at the other end, if it sends)."""
+        """(index in the list, rank at the other end, whether it sends), by rank."""
         return tuple(
             [
                 (index, peer, kind.is_send)

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what: starts[r] and ends[r] are the seconds of
+    """The times of all actions: starts[r] and ends[r] are the seconds of
     schedule.ranks[r], action by action."""
 
     schedule: Schedule

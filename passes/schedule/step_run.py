@@ -94,7 +94,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Message:
-    """From an action that ends at `sent` on a rank, for one that begins at `used`."""
+    """A message from an action that ends at `sent` to one that begins at `used`."""
 
     action: Action
     source: int
@@ -227,7 +227,7 @@ def _of_span(
 
 
 def _messages(timeline: Timeline, start: float) -> list[Message]:
-    """From the end of what makes them to the begin of what uses them."""
+    """The messages, each from the end of its producer to the begin of its first use."""
     schedule = timeline.schedule
     made: dict[Action, tuple[int, float]] = {}
     used: dict[Action, tuple[int, float]] = {}

@@ -80,8 +80,8 @@ def candidates(space: Space) -> Iterator[Candidate]:
 
 
 def _policies(space: Space, mesh: Mesh) -> tuple[str, ...]:
-    """Those of recomputation: without scores and what ranks gather of each other,
-    selective leaves out what elementwise does."""
+    """The policies of recomputation to try: without attention scores and gathered
+    values, selective is the same as elementwise."""
     both = {"elementwise", "selective"} <= {*space.recompute}
     inner = (a for a, n in mesh.stage_axes if n > 1)
     if not both or space.has_scores or not all(AXES[a].splits_samples for a in inner):
@@ -175,7 +175,7 @@ def _sizes(space: Space, axis: str, fixed: dict[str, int]) -> tuple[int, ...]:
 
 
 def _meanings(space: Space) -> Iterator[Mesh]:
-    """Each axis of a shape as one of ours; neighbours that mean the same are one."""
+    """The meshes that a shape can mean; neighbouring axes of one name are one."""
     distinct: dict[Mesh, None] = {}
     if prod(space.shape) != space.cluster.devices:
         return

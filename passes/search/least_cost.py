@@ -204,7 +204,7 @@ class _Chain:
     def walk(
         self, choices: Mapping[int, int]
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """For each copy, how it begins and ends."""
+        """The choices at the begin and the end of each copy."""
         first = self._flat(choices, self.block.before, self.shape)
         last = self._flat(choices, self.block.after, self.shape)
         outer = self._flat(choices, self.outer, self.around)

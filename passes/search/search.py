@@ -288,8 +288,8 @@ def _lighter(way: Way) -> tuple[Way, tuple[Way, ...]]:
 
 
 def parts_of(mesh: Mesh, fewer: Mesh) -> int:
-    """Into how many parts a mesh splits what each rank of another one does; 0 if it
-    does not split that evenly, or by axes whose ranks have other samples."""
+    """The number of parts into which a mesh splits the work of each rank of another
+    one; 0 if it does not split it evenly, or by axes whose ranks have other samples."""
     ratios = {
         axis: divmod(mesh.axis_size(axis), fewer.axis_size(axis))
         for axis in {axis for axis, _ in (*mesh.axes, *fewer.axes)}

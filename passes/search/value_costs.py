@@ -30,11 +30,11 @@ Use = tuple[tuple[Need, ...], bool]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where shardings of ops are to be chosen: those on all axes so far, of which those
-    on `axis` count for nothing, its link, and the device. residuals: values that the
-    forward keeps for the backward, and what these are views of -> that whose storage
-    they show. in_flight: microbatches between the two. decided: whether ops with
-    alternatives to their rules stay as the plan splits them."""
+    """The problem of choosing op shardings along one axis: the shardings on all axes so
+    far, of which those on `axis` are ignored, its link, and the device. residuals:
+    values that forward keeps for backward, and those that these are views of -> the
+    value whose storage they show. in_flight: microbatches between the two. decided:
+    whether ops with alternatives to their rules stay as the plan splits them."""
 
     sharded: Sharded
     axis: str
@@ -60,7 +60,7 @@ class Setting:
     def local_shape(
         self, v: Value, lies: Sharding, place: tuple[int, int] | None
     ) -> tuple[int, ...]:
-        """On the first rank, if the axis splits a place, and others as it lies."""
+        """The shape of a value on the first rank. place: what the axis splits of it."""
         lies = lies.without_split(self.axis)
         if place is not None:
             lies = lies.with_split(place, self.axis, list(self.sizes))

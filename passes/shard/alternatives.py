@@ -20,9 +20,9 @@ def alternative_factors(
     allowed: Allowed,
     others: Mapping[str, OpSharding],
 ) -> list[Factor]:
-    """Those that the axis has of this node, whose role is the alternative's name.
-    factors: of its rule. others: op shardings on other axes, as one alone may have an
-    alternative."""
+    """The alternatives of a node that an axis may take, each a factor whose role is the
+    alternative's name. factors: of its rule. others: op shardings on other axes, as one
+    alone may have an alternative."""
     possible = []
     for way in op_of(node).alternatives:
         along = [f for f in factors if _splits(f, way.along) and f.role != "whole"]

@@ -179,7 +179,7 @@ class _Cutter:
         )
 
     def pieces(self, cut: Cut) -> Iterator[Value]:
-        """Each piece of a weight as a parameter, with its sharding; its casts."""
+        """Yields each piece of a weight as a parameter, with its sharding and casts."""
         plan, place = self.sharded.plan, 0
         of = self.sharded.named.traced.part(cut.weight)
         for i, size in enumerate(cut.sizes):

@@ -54,7 +54,7 @@ def within(pieces: Pieces, share: Pieces) -> Pieces:
 
 
 def _joined(pieces: list[tuple[int, int]]) -> Pieces:
-    """Without what is empty, and neighbours as one."""
+    """Drops empty pieces, and joins adjacent ones."""
     joined: list[tuple[int, int]] = []
     for begin, length in pieces:
         if joined and sum(joined[-1]) == begin:

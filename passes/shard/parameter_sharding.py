@@ -97,8 +97,8 @@ def common_place(uses: Iterable[Sharding], axis: str) -> tuple[int, int] | None:
 def varying_axes(
     state: Sharding, uses: Sequence[Sharding], axes: Iterable[str]
 ) -> frozenset[str]:
-    """Those of the axes on which what lies so is V: each of its uses there is V or
-    split, and sends only part of a gradient back."""
+    """The axes on which a value is V: each of its uses there is V or split, and sends
+    only part of a gradient back."""
     return frozenset(
         axis
         for axis in axes
@@ -124,8 +124,8 @@ def find_casts(nodes: Iterable[Node], params: Iterable[Value]) -> dict[str, str]
 def gradient_dtypes(
     nodes: Iterable[Node], params: Iterable[Value]
 ) -> dict[str, torch.dtype]:
-    """In what gradients of parameters, and of what is gathered of them, are added up
-    and reduced: the parameters' own precision (Micikevicius 2018, section 3.1)."""
+    """The dtypes that gradients of parameters, and of gathered ones, are added up and
+    reduced in: the parameters' own precision (Micikevicius 2018, section 3.1)."""
     dtypes = {v.name: v.dtype for v in params}
     for node in nodes:
         same = node.op in MOVES or op_of(node).view in ("shape", "order")

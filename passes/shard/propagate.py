@@ -219,7 +219,7 @@ class _Propagation:
     def wanted(
         self, axis: str, i: int, node: Node, op_shardings: Mapping[str, OpSharding]
     ) -> Factor | None:
-        """As a hint demands it, as the plan says, or what is preferred."""
+        """The factor that an axis should split: by a hint, the plan, or preference."""
         factors = self.named.factors[i]
         pinned = self.pins.factor(axis, node, factors)
         planned = self.planned.get((node.results[0].name, axis))
@@ -309,7 +309,7 @@ class _Propagation:
         return state if which in beside else _with_rows(state, route)
 
     def shard_parameters(self) -> None:
-        """Where parameters lie between their uses; their casts lie as they do."""
+        """Shards parameters between their uses, and their casts alike."""
         uses: dict[str, list[Sharding]] = {}
         nodes = self.named.graph.nodes
         casts = find_casts(nodes, self.named.graph.params)

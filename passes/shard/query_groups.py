@@ -57,9 +57,9 @@ def with_groups(mesh: Mesh, groups: Groups) -> Mesh:
 
 
 def ranks_of_keys(groups: Groups, ranks: int) -> int:
-    """Over how many of tp's ranks heads of keys are split: all, where these are enough;
-    else the most that divide both, and leave each rank some of the queries. All, where
-    there is no such number."""
+    """The number of tp's ranks over which heads of keys are split: all, where these are
+    enough; else the largest that divides both and leaves each rank some of the queries;
+    all, if none does."""
     if all(ranks <= keys for keys, _ in groups):
         return ranks
     fits = (

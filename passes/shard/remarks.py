@@ -56,8 +56,8 @@ def _without_experts(sharded: Sharded) -> list[str]:
 
 
 def _without_samples(sharded: Sharded) -> list[str]:
-    """Where ranks that should have samples of their own find none, as of a batch of one
-    row in which documents are packed, or of one that forward takes apart."""
+    """Remarks on axes whose ranks have no samples of their own, as with a batch of one
+    row in which documents are packed, or one that forward takes apart."""
     plan, named, op_shardings = sharded.plan, sharded.named, sharded.op_shardings
     products = [
         own
@@ -80,8 +80,8 @@ def _without_samples(sharded: Sharded) -> list[str]:
 
 
 def _unsplit(sharded: Sharded, axis: str) -> list[str]:
-    """Where an axis splits no matrix product, or only the samples or positions of one:
-    each of its ranks then holds all of the weights."""
+    """Remarks on an axis that splits no matrix product, or only the samples or
+    positions of one: each of its ranks then holds all of the weights."""
     wanted = sharded.plan.preferences(axis)
     splits_weights = not all(p.only or p.dim in TOKENS for p in wanted)
     whole: list[Node] = []

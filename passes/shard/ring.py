@@ -41,11 +41,11 @@ def check_rings(
     op_shardings: Sequence[Mapping[str, OpSharding]],
     preferred: Collection[tuple[str, str]],
 ) -> None:
-    """Where a plan prefers rings, every attention must be one, but for those of which
-    the plan says something else, and those whose keys are split as their queries are,
-    as within chunks. preferred: their first results, and the axes.
+    """Checks that where a plan prefers rings, every attention is one.
 
-    Raises: ShardingConflict, at the first that is not; it would gather all keys.
+    Exempt are those for which the plan says otherwise, and those whose keys are split
+    as their queries are, as within chunks. preferred: their first results, and the
+    axes. Raises: ShardingConflict, at the first that is not; it would gather all keys.
     """
     for axis in plan.axes:
         if not prefers_rings(plan, axis):

@@ -141,7 +141,7 @@ class Sharding(NamedTuple):
         return f"{text} by expert" if self.route else text
 
     def exact_text(self, dims: Dims) -> str:
-        """As `text`, with all that `parse` reads: `[embed] ~dp`, which varies on dp;
+        """The `text` with all that `parse` reads: `[embed] ~dp`, which varies on dp;
         `[tokens/ep] by %expert of 8 on ep`."""
         text = self.text(dims)
         if (route := self.route) is not None:

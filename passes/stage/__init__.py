@@ -1,1 +1,1 @@
-"""From the whole graph to the text that one rank runs of a pipeline stage."""
+"""Writes the text that one rank of a pipeline stage runs, from the whole graph."""

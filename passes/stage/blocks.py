@@ -239,7 +239,7 @@ def _only(nodes: Mapping[int, int], row: np.ndarray) -> np.ndarray:
 
 
 def _uses(nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value]) -> list[_Use]:
-    """In the order of first uses. Views of parameters are uses of them."""
+    """The uses of parameters and of views of them, ordered by the first use."""
     if not moved:
         return []
     first: dict[str, int] = {}
@@ -262,7 +262,7 @@ def _uses(nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value]) -> list
 
 
 def _gradients(nodes: Sequence[Node], made: Mapping[str, Value]) -> list[_Use]:
-    """Where they are ready."""
+    """The positions at which gradients are ready."""
     names = {v.name for v in made.values()}
     return [
         _Use(i, i, v.bytes, v.dtype, node.location.layer, v.name)
@@ -286,7 +286,7 @@ class _Alive:
         self.changes = [0] * (nodes + 1)
 
     def add(self, begin: int, end: int, size: int) -> None:
-        """So many from one node until before another one."""
+        """Counts `size` bytes as alive from node `begin` until before node `end`."""
         if begin < end:
             self.changes[begin] += size
             self.changes[end] -= size

@@ -45,8 +45,8 @@ class Chain:
         self._crossings = self._find_crossings()
 
     def _find_gathers(self, costs: NodeCosts) -> list[list[Seconds]]:
-        """For each position what gathers of parameters take that are first read there;
-        one that several modules read is gathered for each, as they may come to lie on
+        """Seconds of the gathers of parameters that are first read at each position.
+        One that several modules read is gathered for each, as they may come to lie on
         several stages."""
         behind = self._behind()
         done: set[tuple[str, str]] = set()
@@ -78,7 +78,7 @@ class Chain:
         return behind
 
     def _find_crossings(self) -> list[tuple[Value, ...]]:
-        """For each position, the values made before it that are read at or after it."""
+        """The values that are made before each position and read at or after it."""
         alive: dict[str, Value] = {}
         crossings: list[tuple[Value, ...]] = []
         for i, node in enumerate(self.nodes):

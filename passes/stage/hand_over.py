@@ -103,8 +103,8 @@ def split_readers(parts: Sequence[Sequence[Item]]) -> list[Sequence[Item]]:
 
 
 def _reading_rows(loop: Loop, before: Sequence[Part]) -> tuple[int, int]:
-    """From which iteration to which all that is given is made by one loop each; all, if
-    there are not two of these."""
+    """The iterations [begin, end) in which each operand comes from one earlier loop;
+    all, if there are fewer than two."""
     begin, end = 0, loop.count
     for scanned in loop.scanned:
         makers = [
@@ -223,15 +223,15 @@ class HandOver:
     def parts_of(
         self, number: int, loop: Loop, scanned: Scanned
     ) -> tuple[list[Source], dict[int, Value]]:
-        """Where iterations find what they are given: what others take from rows, and by
-        its own name, what is in none."""
+        """The sources of a loop's operand: rows of earlier loops, and by iteration the
+        values that are in none."""
         sources = self.rows_of.get((number, id(loop), scanned.value.name), [])
         kept = {t for source in sources for t in source.times}
         own = zip(scanned.times, scanned.values, strict=True)
         return sources, {t: v for t, v in own if t not in kept}
 
     def _rows_of(self, number: int, reader: Loop, scanned: Scanned) -> list[Source]:
-        """Where earlier loops made what a loop is given."""
+        """The rows of earlier loops that a loop's operand is read from."""
         places: dict[tuple[int, int, str], dict[int, tuple[Loop, Value, int]]] = {}
         for t, v in zip(scanned.times, scanned.values, strict=True):
             for source in range(number, -1, -1):

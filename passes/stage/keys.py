@@ -107,8 +107,8 @@ def _names(parameters: Iterable[str]) -> dict[str, str]:
 
 
 def _path(parameter: str) -> tuple[str, ...]:
-    """Its modules within a layer, and the name that it has there unless `weight`; of
-    one in a list that list's."""
+    """A parameter's modules within a layer, and its name unless it is `weight`; outside
+    of layers, or where nothing follows the number, the path before it."""
     name = PIECE.sub("", parameter)
     if match := LAYER.search(name):
         name = name[match.end() :] or name[: match.start()]

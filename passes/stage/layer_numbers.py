@@ -34,11 +34,11 @@ def loop_text(numbers: Collection[int]) -> str:
 
 
 def condition_text(numbers: Collection[int], among: Sequence[int]) -> str:
-    """That one of ascending numbers at even distances is one of these; "" for all, or
-    none.
+    """The condition that the loop variable is one of `numbers`; "" for all, or none.
+    among: ascending numbers at even distances.
 
-    It is as long however many layers take turns, and where the first and the last do
-    as no other one: `i < 24 and i % 4 != 2`.
+    Its length does not grow with the layers that alternate, also where the first and
+    the last differ: `i < 24 and i % 4 != 2`.
     """
     own = sorted({*numbers})
     if len(own) in (0, len(among)):

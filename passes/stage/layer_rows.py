@@ -61,8 +61,8 @@ def layers_as_loop(nodes: Sequence[Node]) -> LayerLoop | None:
 
 
 def statements(items: Sequence[Item]) -> int:
-    """About how many statements say so much: with the conditions that nodes are under,
-    and what is kept and taken of iterations that have the same nodes."""
+    """Estimates the number of statements that items take, with the conditions of nodes,
+    and what iterations with the same nodes keep and take."""
     count = 0
     for item in items:
         count += 1
@@ -129,7 +129,7 @@ def _crossing(nodes: Sequence[Node]) -> list[int]:
 def _end_of_last(
     nodes: Sequence[Node], keys: Sequence[Any], begins: Sequence[int], layer: int
 ) -> int:
-    """Where the row of the last layer ends: after what is of it, or as in others."""
+    """The end of the last layer's row: after its own nodes, or as in the other rows."""
     *others, (begin, end) = pairwise([*begins, len(nodes)])
     known = {keys[i] for first, after in others for i in range(first, after)}
     for i in range(end - 1, begin, -1):
@@ -167,7 +167,7 @@ def _side_by_side(
 
 @dataclass(eq=False)
 class _Place:
-    """Where rows may have a node of this kind."""
+    """A place in rows that may hold a node of this kind."""
 
     key: Any
 

@@ -65,7 +65,7 @@ def find_links(
 def _chains(
     items: Sequence[Item], readers: Sequence[int], ends: Collection[int]
 ) -> set[int]:
-    """Those that the next one reads."""
+    """The positions of items whose result is read by the next one alone."""
     links: set[int] = set()
     # Of the chain that ends here: what last made a tensor, whether it is turned, and
     # whether it is of nothing but views and casts.

@@ -49,7 +49,7 @@ class LocalStage:
 
     @property
     def parts(self) -> dict[str, tuple[Node, ...]]:
-        """By name, the nodes of what a rank's module does."""
+        """The nodes of each function of a rank's module, by its name."""
         return {
             "setup": self.setup,
             "prologue": self.prologue,
@@ -66,7 +66,7 @@ class LocalStage:
 
     @property
     def graphs(self) -> list[tuple[str, Graph]]:
-        """Each part as a graph, see `passes.stage.check_stage`."""
+        """The graph of each part, see `passes.stage.check_stage`."""
         ends = (*self.ends, *self.residuals, *self.weight_residuals, *self.d_receives)
         return part_graphs(self.parts, self.params, filter(None, ends))
 
@@ -111,7 +111,7 @@ class LocalStage:
 
     @property
     def whole_backward(self) -> tuple[Node, ...]:
-        """Both halves."""
+        """The nodes of both halves of the backward."""
         return (*self.backward, *(self.weight_half or ()))
 
     @property

@@ -88,8 +88,8 @@ class Index:
         return []
 
     def remark(self, node: Node, t: int) -> str:
-        """Where a node of the body comes from, its layer as the variable. t: the
-        iteration that it is from."""
+        """The origin of a node of the body, its layer as the loop's variable. t: its
+        iteration."""
         module = node.location.module
         if (match := LAYER.search(module)) is None:
             return str(node.location)
@@ -100,7 +100,7 @@ class Index:
         return str(node.location).replace(module, there)
 
     def condition(self, iterations: Collection[int]) -> str:
-        """That an iteration is one of these; "" for all, or none."""
+        """The condition that an iteration is one of these; "" for all, or none."""
         own = [self.first + self.step * t for t in iterations]
         return condition_text(own, sorted(self.keys))
 

@@ -191,8 +191,8 @@ def _rows(
 
 
 def _turned(nodes: Sequence[Node], begin: int, period: int, end: int) -> int:
-    """Where rows are to begin: there, or later by less than a row, so that what a row
-    reads is of one layer, and made in no row but the one before.
+    """The begin of the rows: `begin`, or later by less than a row, so that what a row
+    reads is of one layer, and made in it or the row before.
 
     What is gathered ahead and scattered behind runs at the edges of other layers.
     """

@@ -243,7 +243,7 @@ def _nodes(
 
 
 def _name(run: _Run, names: set[str]) -> str:
-    """After the modules that the nodes come from, as far as these are one or two."""
+    """A function's name, after the modules of its nodes if these are one or two."""
     modules: dict[str, None] = {}
     for node in run.nodes:
         path = node.location.module

@@ -269,7 +269,7 @@ class _Cutter:
         return parts
 
     def _part(self, node: Node) -> str:
-        """When a node runs: with the constants, with the batch, or in the loop."""
+        """The part that runs a node: with constants, with the batch, or in the loop."""
         origins = [self.lowered.origins[v.name] for v in node.results]
         split_in_time = any(
             self.lowered.shardings[v.name].place(TIME) for v in node.results

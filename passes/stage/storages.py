@@ -16,12 +16,12 @@ from ..stage.runs import find_remade, find_runs, passed_on
 
 
 class Storages:
-    """Each is dropped after its last reader.
+    """The bytes of storages alive at each node; each is dropped after its last reader.
 
-    entering: bytes of storages that are there before, by name. held: values from
-    before -> their storage among these. keep: names of what is read later. runs: of
-    nodes that are a function: what it is given is there until it returns, and so is
-    what it returns, which of these is `returned`.
+    entering: bytes of storages from before, by name. held: values from before -> their
+    storage among these. keep: names of what is read later. runs: of nodes that are a
+    function, whose arguments stay until it returns, and so do its results, named in
+    `returned`.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Alive:
 
 
 def storages(local: LocalStage) -> tuple[Storages, Storages, Storages]:
-    """Those of a microbatch's forward, its backward, and the weight half of it."""
+    """The storages of a microbatch's forward, of its backward, and of the weight
+    half."""
     halves = local.forward, local.backward, local.weight_half or ()
     remade = find_remade(halves)
     runs = [list(find_runs(nodes, remade)) for nodes in halves]

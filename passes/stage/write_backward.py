@@ -113,8 +113,8 @@ class Writer:
         return tuple(incoming)
 
     def run_backward(self, receives: tuple[Value, ...]) -> tuple[Value | None, ...]:
-        """Down to the cotangents that the stage before waits for: zeros, where this
-        one's gradient does not depend on what it received."""
+        """Writes the backward down to the cotangents that the stage before waits for:
+        zeros, where this one's gradient does not depend on what it received."""
         cts = self.cts
         self._transpose(self.through)
         # A stage may only look at what it hands on: a maximum of the logits.
@@ -130,16 +130,17 @@ class Writer:
         return tuple(gradients)
 
     def take_gradients(self, params: tuple[Value, ...]) -> dict[str, Value]:
-        """By parameter, what the backward has made of its gradient."""
+        """The gradient that the backward has made for each parameter, by name."""
         at = (self.through or self.forward)[0]
         took = {v.name: self.cts.take(v, at) for v in params if self.cts.wanted(v)}
         self.backward, self.cts.nodes = [*self.backward, *self.cts.nodes], []
         return {name: dy for name, dy in took.items() if dy is not None}
 
     def run_epilogue(self) -> None:
-        """From the gradients of what is gathered for the whole step to the parameters'.
+        """Writes the backward from what is gathered for the whole step to the
+        parameters.
 
-        The loop stops at them as at parameters, so their makers are left to be done.
+        The loop stops at gathered values, so their makers are left to be done.
         """
         cts = self.cts
         made = [v for n in self.through for v in n.results if v.name in cts.grads]

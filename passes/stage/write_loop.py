@@ -293,7 +293,7 @@ class LoopWriter:
         return find_links(loop.body, keep, ends, standing, when)
 
     def condition(self, o: int) -> str:
-        """Under which a node of the body runs."""
+        """The condition under which a node of the body runs."""
         return self.index.condition(self.loop.times(o))
 
     def keep(self, rows: Rows) -> None:

@@ -46,5 +46,5 @@ def _link(mesh: Mesh, cluster: Cluster, axes: tuple[str, ...]) -> dict[str, Any]
 
 
 def coords_key(program: Program) -> list[dict[str, str]]:
-    """For each stage: place of a rank without pp, as text -> key of its module."""
+    """{coordinates without pp, as text: key of the rank's module}, for each stage."""
     return [dict(stage.modules) for stage in program.stages]

@@ -33,7 +33,7 @@ def _told(path: Path) -> str:
 
 
 def _folders(model_spec: str) -> Iterator[Path]:
-    """Where the files of a model can be, the likeliest first."""
+    """Yields folders that may hold a model's files, the likeliest first."""
     where, _, _ = model_spec.partition("?")
     if where.startswith("hf:"):
         yield from _transformers(where[3:])

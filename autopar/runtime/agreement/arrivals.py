@@ -1,4 +1,4 @@
-"""Before there is a step to call the roll of: whether all ranks compile.
+"""Tells whether all ranks compile, before there is a step to call the roll of.
 
 Ranks tell it in the store of the process group, which takes no collective: others may
 be in one of the user's own.

@@ -38,8 +38,8 @@ HOLDERS: WeakSet[Any] = WeakSet()
 
 
 def watch_collectives(holder: Holder) -> None:
-    """From now on, in this process, refuse to write what comes of other ranks into a
-    step's gradients, what is computed of their parts, and parts of parameters."""
+    """Refuses, from now on in this process, to write results of collectives into a
+    step's gradients, values computed of them, and parts of parameters."""
     _look_at_collectives()
     HOLDERS.add(holder)
 
@@ -92,7 +92,7 @@ def _check(x: Tensor, name: str, frame: FrameType | None) -> None:
 
 
 def _memory(x: Tensor) -> int:
-    """Where it is held; 0 if it holds nothing, as some parts of short parameters."""
+    """The address of its storage; 0 if empty, as some parts of short parameters."""
     return x.untyped_storage().data_ptr() if x.numel() else 0
 
 

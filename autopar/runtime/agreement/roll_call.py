@@ -193,7 +193,7 @@ class _Call:
             self.roll.right.add(key)
 
     def explain(self) -> None:
-        """After an error of communication: raises RanksDisagree if that is why."""
+        """Raises RanksDisagree after an error of communication, if that is why."""
         if (rows := self.meeting.rows_soon()) is not None:
             judge_rows(rows)
 

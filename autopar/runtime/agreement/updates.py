@@ -120,7 +120,7 @@ class Updates:
         return self._plain.values() if self._several else ()
 
     def show(self, overflowed: bool = False) -> None:
-        """After a step: the gradients that users see, in tensors of their own, as they
+        """Shows users their gradients after a step, in tensors of their own, as these
         may be given other memory (`p.grad.data = x`). overflowed: there are none."""
         self._overflowed = overflowed
         for name, plain in self._plain.items():
@@ -129,7 +129,7 @@ class Updates:
                 p.grad = as_part(plain) if self.partial else no_view(plain)
 
     def before(self, optimizer: Optimizer) -> None:
-        """Before an update. Raises: OptimizerError."""
+        """Prepares and checks an update. Raises: OptimizerError."""
         self.after()  # what an update that failed has left
         groups = [group["params"] for group in optimizer.param_groups]
         held = tuple(map(len, groups))
@@ -162,8 +162,9 @@ class Updates:
             self._leave_out(optimizer)
 
     def _leave_out(self, optimizer: Optimizer) -> None:
-        """Where gradients overflowed, as `GradScaler` calls no update: some optimizers
-        take None for zeros, and decay and move weights, and some fail with it."""
+        """Hides parameters whose gradients overflowed, as `GradScaler` calls no update:
+        some optimizers take None for zeros, and decay and move weights, and some
+        fail."""
         for group in optimizer.param_groups:
             params = group["params"]
             mine = (id(p) in self._names and p.grad is None for p in params)
@@ -172,7 +173,7 @@ class Updates:
                 group["params"] = LeftOut(params)
 
     def after(self) -> None:
-        """After an update: gradients are shown as before."""
+        """Shows gradients as before, after an update."""
         for group, options in self._left_out:
             group.clear()
             group.update(options)  # numbers of updates that it counts too
@@ -183,8 +184,8 @@ class Updates:
         self._aside.clear()
 
     def left_gradients(self) -> bool:
-        """Before a step: whether an optimizer has used gradients since the last one,
-        and nobody zeroed them. Tells so once for an update."""
+        """Whether, before a step, gradients are left that an optimizer has used and
+        nobody zeroed. True once for an update."""
         used, self._used = self._used, []
         return any(
             p.grad is g and g._version == version and bool(g.as_subclass(Tensor).any())

@@ -25,15 +25,14 @@ WATCHING: WeakSet[Any] = WeakSet()
 
 
 def watch_functions(watcher: Watcher) -> None:
-    """From now on, in this process, tell a watcher of what these functions are given,
-    for as long as it lives."""
+    """Tells a watcher, as long as it lives, of the arguments of these functions."""
     _put_in_place()
     WATCHING.add(watcher)
 
 
 @cache
 def _put_in_place() -> None:
-    """There is no hook for them, so that others are put in their places."""
+    """Replaces the functions by watched ones, as they have no hooks."""
     for name, fix in (
         ("clip_grad_norm_", "step.clip_grad_norm_(max_norm)"),
         ("clip_grad_value_", "clip_grad_value_(step.parameters(), value)"),

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """So many ranks that follow each other, each with parts of these shapes."""
+    """Consecutive ranks, each with parts of these shapes."""
 
     ranks: int
     shapes: tuple[Shape, ...]

@@ -37,7 +37,7 @@ class Comm(Routing, ABC):
     in_turn = False
 
     def ready(self, gradients: Sequence[Tensor]) -> None:
-        """This microbatch will not add to some gradients any more."""
+        """Tells that this microbatch adds no more to some gradients."""
         if self.state.on_ready is not None:
             self.state.on_ready(gradients)
 

@@ -1,4 +1,4 @@
-"""Where a rank lies on the mesh, and which share of a dim is its own.
+"""A rank's position on the mesh, and its share of a dim.
 
 A dim is split over axes by `passes.shard.layout`, outermost axis first. "My share" is
 the part that belongs to this rank's coordinate.

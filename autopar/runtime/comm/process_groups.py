@@ -166,8 +166,8 @@ class ProcessComm(Comm):
         return _Transfer(work, out)
 
     def _by_exchange(self, x: Tensor, counts: list[int]) -> bool:
-        """On gloo a reduce-scatter is a whole all-reduce: the exchange is faster, and
-        adds in rank order. NCCL's own needs even counts."""
+        """Whether to reduce-scatter by exchange: gloo's own is a whole all-reduce, and
+        an exchange is faster and adds in rank order; NCCL's own needs even counts."""
         return x.device.type == "cpu" or min(counts) != max(counts)
 
     def exchange(

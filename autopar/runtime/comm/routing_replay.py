@@ -92,5 +92,5 @@ class Choosing(TorchFunctionMode):
 def _is_choice(
     input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> bool:
-    """As `passes.capture.normalize.recognize_experts.choice` has it."""
+    """Whether a topk is a choice of experts, as `recognize_experts` has it."""
     return largest and input.dim() > 0 and dim % input.dim() == input.dim() - 1

@@ -93,7 +93,7 @@ class VirtualComm(Comm):
         return [pickle.loads(one) for one in pickled] if self.rank == 0 else []
 
     def _gather_pickled(self, value: Any) -> list[bytes]:
-        """As between processes, so that ranks do not share what is mutable."""
+        """Gathers pickled values: ranks share nothing mutable, as between processes."""
         self._call = Call("gather_object")
         return self._meet(
             self._everyone, pickle.dumps(value), lambda values: [values] * len(values)

@@ -168,7 +168,7 @@ class World:
         return joined
 
     def leave(self, joined: Joined) -> Any:
-        """This rank's result, once all have joined."""
+        """Waits until all have joined, and returns this rank's result."""
         rank, key, ranks = joined.rank, joined.key, joined.ranks
         meeting = self._meetings[key]
         if not meeting.results:

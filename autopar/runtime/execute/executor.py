@@ -135,8 +135,7 @@ class Executor:
     # --- one step ------------------------------------------------------------------
 
     def leave_nothing(self) -> None:
-        """After a step that failed: gradients are what they were before it, and what
-        it made does not get into the next one."""
+        """Puts gradients back after a step that failed, and drops what it made."""
         self._unused = Unused()
         for stage in self.stages.values():
             stage.clear()
@@ -329,7 +328,7 @@ class Executor:
     def _hand_on(
         self, tensor: str, stage: int, to: int, i: int, made: tuple[Tensor, ...]
     ) -> None:
-        """To the next stage on this rank, or to where the send will find it."""
+        """Hands tensors to the next stage on this rank, or to the send."""
         if to in self.stages:
             self._unused.outputs[tensor, to, i] = made
         else:
@@ -338,7 +337,7 @@ class Executor:
     def _with_messages(
         self, actions: Sequence[Action]
     ) -> Iterator[tuple[Action, list[Exchange]]]:
-        """Each action, and the messages that begin before it."""
+        """Yields each action, and the messages that begin before it."""
         if not self.comm.in_turn:
             return apart(actions)
         return in_turn(actions, of_kinds(self._order, {a.kind for a in actions}))

@@ -131,7 +131,7 @@ class Gradients:
             yield bucket
 
     def _bytes(self, name: str) -> int:
-        """Those of a rank's gradient, but for what uneven shares differ in."""
+        """Bytes of a rank's gradient, as if shares were even."""
         spec = self.program.tensors[name]
         parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
         return prod(spec.shape) * self._rows(name)[0].itemsize // parts
@@ -214,8 +214,8 @@ class Gradients:
             bucket.reducing = None
 
     def put_back(self) -> None:
-        """After a step that failed: what the user wanted added to. Where a sum over
-        ranks is under way, other ranks may wait as well: it ends in the next step."""
+        """Restores the gradients from before a step that failed. Where a sum over ranks
+        is under way, other ranks may wait as well: it ends in the next step."""
         for i, old in self._before.items():
             flat = self.buckets[i].flat
             flat.zero_() if old is None else flat.copy_(old)

@@ -34,7 +34,7 @@ class LossScale:
         return sum(one.logical_not() for one in finite)
 
     def update(self, overflowed: bool) -> None:
-        """After a step, whose gradients are all finite or not."""
+        """Adapts the scale after a step. overflowed: some gradient was not finite."""
         if overflowed:
             self.scale, self.good = self.scale * BACKOFF, 0
             self.skipped += 1

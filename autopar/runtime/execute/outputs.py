@@ -40,8 +40,8 @@ class Outputs:
         return (*made[:sends], *made[sends + count :])
 
     def shares(self) -> list[Tensor]:
-        """This rank's shares of what every step tells: flat, in float64, to be summed
-        over all."""
+        """Returns this rank's shares of the outputs that every step sums over ranks:
+        flat, float64."""
         specs = [self.program.outputs[name] for name in self.summed]
         return [self._sum(spec, torch.float64).flatten() for spec in specs]
 

@@ -66,7 +66,7 @@ class RunningStage:
         self.weight_residuals.clear()
 
     def begin_epilogue(self, comm: Comm) -> None:
-        """In the last backward; `go_on` runs it."""
+        """Begins the epilogue in the last backward; `go_on` runs it."""
         if "epilogue" in self.module:
             self.ready.clear()
             of_step = self.tensors, self.grads, self.constants, self.batch

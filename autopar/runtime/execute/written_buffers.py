@@ -36,7 +36,7 @@ class WrittenBuffers:
         self._versions = {name: self.buffers[name]._version for name in self._used}
 
     def since_read(self) -> dict[str, Tensor]:
-        """Those that stages compute with, and that were written to since."""
+        """The buffers that stages compute with and that were written to since."""
         held = {name: self.buffers[name] for name in self._used}
         return {n: x for n, x in held.items() if x._version != self._versions[n]}
 

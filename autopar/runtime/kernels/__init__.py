@@ -84,8 +84,8 @@ def counters(
 
 
 def kept(rows: Tensor | None, cols: Tensor | None, p: float) -> Tensor | None:
-    """Where rows + cols, int64 as of `counters`, are among what a dropout of chance p
-    keeps: bool of their common shape. None of None: there is no dropout then."""
+    """Whether a dropout of chance p keeps each of rows + cols, int64 as of `counters`:
+    bool of their common shape. None of None: there is no dropout then."""
     if rows is None or cols is None:
         return None
     return _filled(

@@ -39,9 +39,8 @@ def grouped_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> T
 
 
 def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
-    """Each row times its expert's matrix: x [rows, K], expert [rows], weight [E, K, N]
-    -> [rows, N]; zeros where the expert is not in 0 .. E-1.
-    """
+    """Multiplies each row by its expert's matrix: x [rows, K], expert [rows], weight
+    [E, K, N] -> [rows, N]; zeros where the expert is not in 0 .. E-1."""
     if x.shape[1] == 1:  # as of biases: nothing is summed, and nothing waited for
         place, inside = _place(expert, len(weight))
         return weight[place, 0].mul_(x).masked_fill_(~inside, 0)

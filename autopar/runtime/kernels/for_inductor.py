@@ -18,19 +18,19 @@ def __getattr__(name: str) -> Any:
 
 
 def kept(rows: Tensor | None, cols: Tensor | None, p: float) -> Tensor | None:
-    """As `autopar.runtime.kernels.kept`: int64 [..., 1] and [n] -> bool [..., n]."""
+    """Computes `autopar.runtime.kernels.kept`: int64 [..., 1], [n] -> bool [..., n]."""
     if rows is None or cols is None:
         return None
     return kernels.mixed(rows + cols) <= kernels.most(p)
 
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
-    """As `autopar.runtime.kernels.sum_exp`: x [..., V], m [...] -> [...]."""
+    """Computes `autopar.runtime.kernels.sum_exp`: x [..., V], m [...] -> [...]."""
     return (x - kernels.finite_or_zero(m)[..., None]).exp().sum(-1)
 
 
 def sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
-    """As `autopar.runtime.kernels.sum_exp_backward`: gradient for x, in its dtype."""
+    """Computes `autopar.runtime.kernels.sum_exp_backward`: dx, in the dtype of x."""
     shifted = (x - kernels.finite_or_zero(m)[..., None]).exp()
     dy = dy.masked_fill(m == -torch.inf, 0)
     return torch.mul(shifted, dy[..., None]).to(x.dtype)
@@ -42,5 +42,5 @@ def sum_exp_backward_(x: Tensor, dy: Tensor, m: Tensor) -> Tensor:
 
 
 def bias_grad_(grad: Tensor, dy: Tensor) -> Tensor:
-    """As `autopar.runtime.kernels.bias_grad_`: grad [N] += dy [..., N] summed."""
+    """Computes `autopar.runtime.kernels.bias_grad_`: grad [N] += dy [..., N] summed."""
     return grad.add_(dy.flatten(0, -2).sum(0, dtype=grad.dtype))

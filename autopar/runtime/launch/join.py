@@ -119,7 +119,7 @@ def read_device(device: Any) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """Where this process computes: on its GPU, but where processes talk by gloo."""
+    """This process's device: its GPU, unless processes talk by gloo."""
     if torch.cuda.is_available() and (not dist.is_initialized() or by_nccl()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: a store of this start of theirs alone."""
+"""The place where a run's processes meet: a store of this start alone."""
 
 from __future__ import annotations
 

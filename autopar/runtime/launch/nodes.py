@@ -17,9 +17,9 @@ RANK, PORT = Range(0, RANKS.most - 1), Range(0, (1 << 16) - 1)
 
 
 def check_launch() -> tuple[int, int]:
-    """This process's rank, and how many there are, as torchrun says: (0, 1) without it.
+    """Returns (rank, number of ranks) as torchrun says: (0, 1) without it.
 
-    Raises: EnvironmentVariableError for variables that processes cannot meet by.
+    Raises: EnvironmentVariableError for variables by which processes cannot meet.
     """
     world = read_variable("WORLD_SIZE", 1)
     rank = read_variable("RANK", 0, Range(0, world - 1))

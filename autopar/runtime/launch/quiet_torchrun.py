@@ -23,8 +23,8 @@ LATE = "fewer came in time than --nodes says"  # torch has no words for it
 
 
 def main() -> None:
-    """As torchrun, but an end that was asked for, or that ranks told of, is no error
-    of the launcher: instead of a traceback there is a status."""
+    """Runs torchrun, but an end that was asked for, or that ranks told of, is no error
+    of the launcher: there is a status instead of a traceback."""
     logging.disable(logging.ERROR)
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:

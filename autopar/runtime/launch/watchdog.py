@@ -162,7 +162,7 @@ class Watchdog:
         return message
 
     def reason(self) -> str | None:
-        """After an error of communication: which ranks failed, if any did."""
+        """Tells, after an error of communication, which ranks failed, if any did."""
         if self._failure is not None:
             return self._failure
         deadline = time.monotonic() + self.silence
@@ -182,10 +182,10 @@ class Watchdog:
             return self._ended or self._no_store()
 
     def ended(self) -> str:
-        """After SIGTERM: what failed before, or whom it was sent to.
+        """Tells, after SIGTERM, what failed before, or who was sent it.
 
         torchrun tells all of its ranks to end. Where other ranks are well and were not
-        told, someone else ended this one, and it is the reason for all that follows.
+        told, someone else ended this one, and that is the reason for all that follows.
         """
         try:
             self.note_end()
@@ -284,7 +284,7 @@ class Watchdog:
         return f"{self._named(ranks)} {verb} not answer (killed or hung?)"
 
     def _no_store(self) -> str:
-        """After the store is gone: who had it. It is not asked again."""
+        """Tells who held the store that is gone, and asks it no more."""
         self.store = GONE
         host = os.environ.get("MASTER_ADDR", "")
         on = f" on host {host}" if self.node.nodes > 1 else ""
@@ -366,7 +366,7 @@ class Watchdog:
 
 
 class _Gone:
-    """In place of a store that does not answer."""
+    """A stand-in for a store that does not answer."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("the store is gone")

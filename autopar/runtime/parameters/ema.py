@@ -44,7 +44,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After each `optimizer.step()`, on all ranks alike.
+        """Updates the averages, after each `optimizer.step()`, on all ranks alike.
 
         Raises: AverageError while averages are in the place of the weights.
         """

@@ -37,7 +37,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def read(self) -> None:
-        """Before a step, which has what a loop has written into the model's."""
+        """Reads, before a step, what a loop has written into the model's buffers."""
         for pair in self._pairs:
             own = pair.own()
             if own is not None and own._version != pair.versions[0]:
@@ -46,7 +46,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def write(self) -> None:
-        """After a step: the model's have what it has written into its own."""
+        """Copies, after a step, the buffers that it has written to into the model's."""
         for pair in self._pairs:
             own = pair.own()
             if own is not None and pair.held._version != pair.versions[1]:

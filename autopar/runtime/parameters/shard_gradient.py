@@ -46,13 +46,13 @@ class ShardError(AutoparError):
 
 
 class ShardGradient(Tensor):
-    """This rank's part of the gradients, which shares its memory with a plain tensor.
+    """This rank's part of a gradient, which shares memory with a plain tensor.
 
-    Everything is computed as with that one, except norms, also those that are written
-    by hand, and what else makes one number of all elements, which is refused: the norm
-    of a part is not that of the whole, and ranks that clip by norms of their own, or
-    skip a step because of a NaN of their own, drift apart. So are histograms, and what
-    hands all elements to NumPy or Python.
+    It computes as a plain tensor does, but refuses norms, also those written by hand,
+    and all else that reduces its elements to one number: the norm of a part is not that
+    of the whole, and ranks that clip by norms of their own, or skip a step because of a
+    NaN of their own, drift apart. It also refuses histograms, and handing all elements
+    to NumPy or Python.
 
     What is computed of it is of this class too, and so is a tensor that it is written
     into, as a buffer of a loop's own that adds up gradients. A parameter stays one.

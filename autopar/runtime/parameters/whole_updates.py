@@ -99,7 +99,7 @@ class WholeUpdates:
 
     @torch.no_grad()
     def scatter(self, optimizer: Optimizer, *_: Any) -> None:
-        """Each rank keeps its parts, of weights and of what is stored of them."""
+        """Keeps each rank's parts of whole weights and of their stored state."""
         for source, aside in self._aside.items():
             names = self.cut[source]
             leader = self.parameters[names[0]]

@@ -72,7 +72,7 @@ def loss_of(
 
 @contextlib.contextmanager
 def _in_place(model: nn.Module) -> Iterator[None]:
-    """On CPUs flex_attention has no gradients, compiled or not."""
+    """Runs flex_attention as plain attention on CPUs, where it has no gradients."""
     if all(p.device.type == "cpu" for p in model.parameters()):
         with flex_as_attention(), torch.compiler.set_stance("force_eager"):
             yield
@@ -121,8 +121,8 @@ def call_model(
 
 
 def compute_loss(loss_fn: Callable[..., Any], output: Any, batch: Any) -> Any:
-    """In a frame of its own, by which errors of the loss function are told from those
-    of the model."""
+    """Calls the loss function, in a frame of its own: tracebacks tell its errors from
+    those of the model."""
     return loss_fn(output, batch)
 
 

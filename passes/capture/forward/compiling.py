@@ -43,7 +43,8 @@ class Compiling:
 
     @contextmanager
     def answers(self) -> Iterator[None]:
-        """Within, whoever asks is answered, also by a function imported before."""
+        """Answers `torch.compiler.is_compiling` and its like, also where these were
+        imported before."""
         names = vars(torch.compiler)
         before = [ask.__code__ for ask in ASKED]
         names[TOLD] = self

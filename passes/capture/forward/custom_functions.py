@@ -65,8 +65,8 @@ class Functions:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a forward: a Function's runs as if its operations stood in its place,
-        and is noted."""
+        """Records a forward's Functions, and runs each as if its operations stood in
+        its place."""
         self.added.clear()
         count = [0]  # of calls before; of those within a call; within that ...
 
@@ -247,8 +247,8 @@ def _agree(call: Call, run: Callable[..., Any], drawn: Callable[..., Any]) -> bo
 def _both_gradients(
     call: Call, run: Callable[..., Any], args: list[Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """By the Function's backward, without its constant part, and by the operations of
-    `run`."""
+    """The gradients by the Function's backward, without its constant part, and those by
+    the operations of `run`."""
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
     constant = _gradients(call, call.function.apply, args, 0.0)
     for scale in SCALES:

@@ -13,7 +13,7 @@ from ..forward.on_meta import META, Shapes
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model is traced; parameters on meta become fake ones of the CPU."""
+    """The device that a model is traced on: the CPU, for parameters on meta."""
     real = (p.device for p in model.parameters() if not p.is_meta)
     return next(real, torch.device("cpu"))
 
@@ -66,7 +66,7 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fake_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Within a mode that makes fake tensors."""
+    """A tensor or parameter of the same shape, made in a mode of fake tensors."""
     is_param = isinstance(old, nn.Parameter)
     wants = is_param and old.requires_grad
     new = torch.empty(old.shape, dtype=old.dtype, device=device, requires_grad=wants)

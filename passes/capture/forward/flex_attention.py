@@ -132,10 +132,10 @@ def _places(sizes: Any, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def flex_as_attention() -> Iterator[None]:
-    """Within, torch's flex_attention is `attend`, and its masks are `block_mask`.
+    """Runs `attend` for torch's flex_attention, and `block_mask` for its masks.
 
-    Models have torch's functions under names of their own, compiled ones too, so that
-    what these do is replaced, and not they.
+    Models have torch's functions under names of their own, compiled ones too, so it is
+    the code of these that is replaced.
     """
     names = vars(flex)
     if OURS in names:

@@ -29,11 +29,11 @@ Users = Callable[[Apply, tuple[Any, ...], Mapping[str, Any]], Any]
 
 @contextmanager
 def through_checkpoints(users: Users | None = None) -> Iterator[None]:
-    """Within, a checkpoint is the function that it would run once more: that is decided
-    elsewhere, and a derivative that forward takes would run parts of it among the rest.
+    """Runs the function of each activation checkpoint itself.
 
-    users: what to call instead of a Function of a user's, with its class, arguments
-    and keywords.
+    What is recomputed is decided elsewhere, and a derivative within forward would run
+    parts of a checkpoint among the rest. users: what to call instead of a user's
+    Function, with its class, arguments and keywords.
     """
     function: Any = torch.autograd.Function
     beneath: Any = function.__mro__[1]

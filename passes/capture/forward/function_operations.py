@@ -187,7 +187,7 @@ def _depends(dx: Any) -> bool:
 
 
 def _differentiable_backward(cls: Apply) -> Callable[..., Any]:
-    """Its backward, also where it says that it is differentiable but once."""
+    """The backward of a Function, also where it is marked `once_differentiable`."""
     backward: Any = cls.backward
     once = getattr(backward, "__code__", None) is ONCE
     return backward.__wrapped__ if once else backward

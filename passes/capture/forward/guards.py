@@ -179,8 +179,8 @@ class Guards:
         there: Callable[[int], Tensor],
         each: tuple[int, ...] = (),
     ) -> PresentNumbers:
-        """Those below count, of which a call of this name gives what there are. there:
-        whether a number is. each: the shape of one."""
+        """The numbers below `count`, of which a call of this name returns some. there:
+        whether a number is among them. each: the shape of one."""
         every, alone = range(count), count // 2
         if self.reading in (Reading.SOME, Reading.ONE, Reading.MARKED):
             for number in every:
@@ -269,7 +269,7 @@ class Guards:
             yield f"programs leave out what is checked at {os.path.basename(line)}"
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> Any:
-        """Its result, or of a number of rows what can be asked about it."""
+        """The call's result; a number of rows as one that notes what is asked of it."""
         x = _first(args, kwargs)
         if not isinstance(x, Tensor):
             if isinstance(x, list | tuple):
@@ -315,7 +315,7 @@ def _any_of(known: Mapping[int, tuple], args: Sequence[Any]) -> tuple | None:
 
 
 def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """As torch's, which asks whether there are any rows."""
+    """Computes torch's logsumexp, which itself asks whether there are any rows."""
     largest = input.detach().amax(dim, True)
     total = (input - largest).exp().sum(dim, True).log() + largest
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -325,7 +325,8 @@ def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 def _norm(
     x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Tensor | None:
-    """As torch's; without dims, it may ask whether there is one number only."""
+    """Computes torch's norm over all dims, which may ask whether there is one
+    number."""
     order = options.pop("ord", p)
     if dim is not None or order == "nuc":
         return None

@@ -73,7 +73,7 @@ def folder_of(file: str) -> str:
 
 @contextmanager
 def lean_export() -> Iterator[None]:
-    """Within, torch.export.export makes less; a program's graph is the same."""
+    """Makes torch.export.export do less, for the same graph."""
     frames = replaced(proxy, "CapturedTraceback", UserFrames)
     with frames, _use_lazy_graph_module(True):
         yield

@@ -41,10 +41,9 @@ def rows_listed(
     hit: Callable[[Tensor], PresentNumbers | None],
     counts: Callable[[Sequence[Any], Tensor], Sequence[Any]],
 ) -> Iterator[None]:
-    """Around a forward that is captured: fake tensors, which have no numbers, list rows
-    whose count is unknown as `ListedRows`. hit: the numbers that a tensor has, if they
-    may be gone through. counts: what is listed of integers that are as many as is
-    known, of these."""
+    """Lets fake tensors, which have no numbers, list rows whose count is unknown as
+    `ListedRows`. hit: the numbers of a tensor, if they may be iterated over. counts:
+    the list of integers whose count is known."""
     usual = FakeTensor.tolist
 
     def tolist(x: FakeTensor) -> Any:

@@ -75,8 +75,8 @@ class PresentNumbers(Numbers):
 
 @dataclass(frozen=True)
 class Places:
-    """Where flags [count] are set. rows: int64 [n, *each], where each is () or (1,).
-    written: how often both were, when they were made."""
+    """The positions of set flags [count]. rows: int64 [n, *each], where each is () or
+    (1,). written: how often both had been written to when they were made."""
 
     rows: Tensor
     flags: Tensor
@@ -180,12 +180,12 @@ class Present:
         self._places[id(rows)] = Places(rows, flags, written)
 
     def places(self, x: Tensor) -> Places | None:
-        """Whose rows a tensor is."""
+        """The places whose rows a tensor holds, if it is as it was made."""
         known = self._places.get(id(x))
         return known if known is not None and known.are_as_made else None
 
     def of(self, numbers: Sequence[int], each: tuple[int, ...] = ()) -> PresentNumbers:
-        """These numbers, as tensors of this shape, of one element."""
+        """The numbers as tensors of one element, of the shape `each`."""
         made = PresentNumbers(torch.tensor(n).reshape(each) for n in numbers)
         made.listed = Numbers([n] if each else n for n in numbers)
         self._numbers |= {id(x): (x, n) for x, n in zip(made, numbers, strict=True)}

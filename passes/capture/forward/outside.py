@@ -54,7 +54,7 @@ class Outside:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Some elements, in memory of their own; within a capture, too."""
+    """Copies some elements, also within a capture."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         flat = x.detach().flatten()
         return flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].clone()

@@ -52,8 +52,8 @@ class Done:
 
 
 class OwnCollectives(TorchFunctionMode):
-    """Around a forward, or a backward of its own: what `torch.distributed` is called
-    for is done for a group of one rank, and refused for others."""
+    """Runs the calls of `torch.distributed` in a forward, or a backward of its own, for
+    a group of one rank, and refuses those for other groups."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

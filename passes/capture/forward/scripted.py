@@ -23,7 +23,7 @@ from ...replaced import replaced
 
 @contextmanager
 def scripts_as_python() -> Iterator[None]:
-    """Around a forward that is captured."""
+    """Runs scripted functions as Python while a forward is captured."""
     functions: Any = torch.jit.ScriptFunction
     usual = functions.__call__
     known: dict[int, tuple[Any, Callable[..., Any]]] = {}

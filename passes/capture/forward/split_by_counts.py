@@ -83,8 +83,8 @@ class Pieces:
         return numbers
 
     def number(self, x: Any) -> tuple[int, int] | None:
-        """Whose rows x are, or is asked about by x: the piece's number, and how many
-        there are."""
+        """The piece whose rows x has, or asks about: (number, how many pieces there
+        are)."""
         if id(x) in self._asked:
             return self._asked[id(x)][1:]
         group, number = self._pieces.get(_rows(x), (None, 0))

@@ -21,7 +21,7 @@ TAKEN = (torch.float32, torch.float16)
 
 @contextmanager
 def shapes_of_grouped_products() -> Iterator[None]:
-    """Within, a grouped product has a shape in each dtype that a kernel takes."""
+    """Gives grouped products shapes in each dtype that a kernel takes."""
     names = vars(_meta_registrations)
     rule, shapes = names.get(RULE), names.get(OF_SHAPES)
     if rule is None or shapes is None:
@@ -39,8 +39,8 @@ def shapes_of_grouped_products() -> Iterator[None]:
 
 @contextmanager
 def lstm_states_shaped() -> Iterator[None]:
-    """Within, the last states of an LSTM have the shapes of the first: torch up to 2.12
-    gives them one dim more, as it squeezes the batch where it means the step."""
+    """Gives the last states of an LSTM the shapes of the first: torch up to 2.12 adds a
+    dim, as it squeezes the batch where it means the step."""
     usual = decompositions.one_layer_lstm
 
     def one_layer(

@@ -84,8 +84,8 @@ def derivatives_allowed() -> Iterator[None]:
 
 
 class Unseen(TorchFunctionMode):
-    """Around a forward that is captured. names: of the model's own parameters, by their
-    ids. read: the last call whose result depends on the values of tensors."""
+    """Watches a captured forward. names: of the model's own parameters, by their ids.
+    read: the last call whose result depends on the values of tensors."""
 
     def __init__(self, known: KnownValues, names: dict[int, str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where forward lets the values of tensors decide what it computes: no graph has that.
+"""Calls by which forward lets values of tensors decide what it computes, in no graph.
 
 What is known is which call gave a number or a number of rows that is not known before
 it runs. An error names it, and a way to go without.

@@ -51,7 +51,7 @@ def count_of(numbers: torch.Tensor, extent: int) -> Count | None:
 
 
 def _first(mask: torch.Tensor, otherwise: int) -> int:
-    """Where the first is that a mask chooses."""
+    """The position of the first row that a mask chooses."""
     return int(mask.int().argmax()) if mask.any() else otherwise
 
 

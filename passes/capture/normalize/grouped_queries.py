@@ -23,7 +23,7 @@ def without_copies(rewriter: Rewriter, k: Value, v: Value) -> tuple[Value, Value
 
 
 def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
-    """So often in a row along a dim -> an expand, as other models write it."""
+    """A constant number of repeats along a dim -> an expand."""
     x, times, dim = node.named("self repeats dim")
     if not isinstance(times, int):
         return None

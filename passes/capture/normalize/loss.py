@@ -95,7 +95,8 @@ def _log_sum_exp(rewriter: Rewriter, x: Value) -> Value:
 
 
 def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
-    """Along the last dim: of logits, for a loss that keeps them small (z-loss)."""
+    """logsumexp along the last dim: of logits, for a loss that keeps them small
+    (z-loss)."""
     x, dims = node.operands[0], node.arg("dim")
     if dims not in ((-1,), (len(x.shape) - 1,)) or node.out.shape != x.shape[:-1]:
         return None
@@ -103,7 +104,7 @@ def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
 
 
 def log_softmax(rewriter: Rewriter, node: Node) -> Value | None:
-    """Along the last dim, as a loss by hand has it: x - log(sum exp(x))."""
+    """log_softmax along the last dim -> x - log(sum exp(x)), as in a loss."""
     bound = arguments(node)
     x, out = bound["self"], node.out
     if bound["dim"] % max(1, len(x.shape)) != len(x.shape) - 1:
@@ -153,8 +154,8 @@ def nll_loss(rewriter: Rewriter, node: Node) -> Value:
 
 
 def _weigh(rewriter: Rewriter, nll: Value, bound: dict[str, Any]) -> Value:
-    """Each row times the weight of its target's class, if classes have weights; those
-    of the rows go into `bound`, as `weights`."""
+    """Multiplies each row by the weight of its target's class, if classes have weights;
+    `bound` gets the weights of the rows, as `weights`."""
     if (weight := bound["weight"]) is None:
         return nll
     target, emit, where = bound["target"], rewriter.emit, "aten.where.ScalarOther"

@@ -160,7 +160,8 @@ def _even_pieces(rewriter: Rewriter, cut: Cut) -> tuple[Value, ...]:
 
 
 def _products(rewriter: Rewriter, cut: Cut) -> tuple[Value | None, ...]:
-    """Each piece by its rows of the weight, and its share of the bias."""
+    """Multiplies each piece by its rows of the weight, and adds its share of the
+    bias."""
     x, w = (rewriter.replaced.get(v.name, v) for v in cut.product.operands[:2])
     inner = math.prod(cut.x.shape[cut.dim + 1 :])
     sizes, op = tuple(n * inner for n in cut.sizes), cut.product.op

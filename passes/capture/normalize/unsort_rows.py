@@ -42,8 +42,8 @@ Values = tuple[Value | None, ...]
 
 @dataclass(frozen=True)
 class Order:
-    """In which `numbers` [n] are sorted. name: of the order, int64 [n], in the graph;
-    value: in the new one. places: 0, 1, 2 up to n, which it is of."""
+    """The order that sorts `numbers` [n]. name: of the order, int64 [n], in the graph;
+    value: in the new graph. places: 0 .. n-1, the positions before sorting."""
 
     name: str
     value: Value
@@ -316,7 +316,7 @@ def _looked_up(node: Node) -> tuple[Value, list[Value]]:
 
 
 def _written(node: Node) -> tuple[Value, Value | None, Value | None, bool]:
-    """Into what a node writes, to which rows, what, and whether that is added."""
+    """A node that writes rows: (base, places, rows, whether it adds them)."""
     if node.name == "aten.index_put":
         base, places, rows = node.named("self indices values")
         one = places[0] if len(places) == 1 else None

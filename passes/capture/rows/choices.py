@@ -1,4 +1,4 @@
-"""Where the elements of choices lie in a mask that compares them with a number.
+"""The elements of choices in a mask that compares them with a number.
 
     masks = (chosen[..., None] == torch.arange(8)).permute(2, 0, 1)    chosen [s,2]
     mask = masks[3]                              of number 3; dims: s, and which choice

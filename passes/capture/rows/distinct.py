@@ -64,7 +64,7 @@ def _compared(node: Node, v: Value, made: Mapping[str, Node]) -> set[int]:
 
 
 def _after(node: Node, dim: int) -> int:
-    """Where a dim of its operand is in what a view shows; -1 if it is no dim of it."""
+    """The dim of a view's result that a dim of its operand becomes; -1 if none."""
     if op_of(node).view == "shape":
         return dim_after(node.operands[0].shape, node.out.shape, dim)
     if op_of(node).view == "part" and (

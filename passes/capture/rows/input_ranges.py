@@ -81,7 +81,7 @@ IGNORED = -100  # torch's own
 
 
 def find_input_ranges(graph: Graph) -> dict[str, InputRange]:
-    """Each field of the batch that is no float -> what it may hold.
+    """The range of values of each field of the batch that is not floating point.
 
     graph: as captured, or normalized; for the shapes of its own inputs.
     """
@@ -105,7 +105,7 @@ def _rearranges(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """By the names of torch's schema; of our own ops, none."""
+    """A node's arguments by the names of torch's schema; none for our own ops."""
     return arguments(node) if node.op.startswith("aten.") else {}
 
 

@@ -40,7 +40,7 @@ def put_together(looped: Traced, batched: Traced) -> Traced:
 
 
 def of_each(both: Traced) -> tuple[Traced, ...]:
-    """Apart again, with the sources that each reads."""
+    """Splits both again, each with the sources that it reads."""
     return tuple(
         replace(both, graph=prune(replace(both.graph, outputs=(loss,))), outputs=())
         for loss in both.graph.outputs
