@@ -10,6 +10,10 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor
 
 import autopar
 from autopar.cli import main
@@ -17,6 +21,7 @@ from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
+from autopar.step import Step
 from examples.gpt import GPT, Config, build
 
 CONFIG = Config(layers=2, width=32, heads=2, context=16, vocab=64)
@@ -86,3 +91,15 @@ def small_program(
         zero=zero, offload=offload,
     )  # fmt: skip
     return autopar.compile_offline(model, batch, plan, cluster=PLAIN, prove=prove)
+
+
+def batch_of(seed: int) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    ids = torch.randint(CONFIG.vocab, (BATCH, CONFIG.context + 1), generator=drawn)
+    return {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def made(program: Program, **options: Any) -> Step:
+    torch.manual_seed(0)
+    step = autopar.compile(small_model(), program.mesh, program=program, **options)
+    return step.build(**batch_of(0))

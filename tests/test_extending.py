@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case
+from declared import SEEDS, declared, draws, splittable
 from models import cut_gpt
-from test_rules import SEEDS, declared, draws, splittable
 from torch import Tensor, nn
 
 from autopar.passes.dims.probe import holds

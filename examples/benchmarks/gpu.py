@@ -40,7 +40,7 @@ from examples.benchmarks.processes import ENVIRONMENT, environments  # noqa: E40
 
 BUDGET = 450.0  # seconds of all
 KERNELS = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", "."]
-KERNELS += ["-p", "no:cacheprovider", "tests/test_kernels.py"]
+KERNELS += ["-p", "no:cacheprovider", "tests/runtime/test_kernels.py"]
 KERNELS_SECONDS = 90.0
 # A fork of a process that may have looked for GPUs cannot use them.
 _PROCESSES = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import plain_gpt
 from processes import run_ranks
-from test_step import batches, build, optimizer, train_plainly
+from trajectories import batches, build, optimizer, train_plainly
 
 import autopar
 from autopar.machine.hardware import (

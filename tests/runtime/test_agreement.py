@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from plans import BATCH, CONFIG, small_model, small_program
+from plans import BATCH, CONFIG, batch_of, made, small_model, small_program
 from processes import run_ranks
-from torch import Tensor
 
 import autopar
 from autopar.passes.digest import digest
@@ -22,22 +20,9 @@ from autopar.passes.program import Program
 from autopar.runtime.agreement.agreement import FIRST
 from autopar.runtime.agreement.roll_call import RanksDisagree
 from autopar.runtime.comm.comm import CommError
-from autopar.step import Step
 from examples.gpt import build
 
 Scenario = Callable[[Program, int, Path], None]
-
-
-def batch_of(seed: int) -> dict[str, Tensor]:
-    drawn = torch.Generator().manual_seed(seed)
-    ids = torch.randint(CONFIG.vocab, (BATCH, CONFIG.context + 1), generator=drawn)
-    return {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-
-
-def made(program: Program, **options: Any) -> Step:
-    torch.manual_seed(0)
-    step = autopar.compile(small_model(), program.mesh, program=program, **options)
-    return step.build(**batch_of(0))
 
 
 # --- each does something wrong on a rank ---------------------------------------------

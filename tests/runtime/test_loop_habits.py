@@ -13,9 +13,9 @@ import torch
 from losses_of_rows import of_all
 from models import VOCAB
 from models_of_rows import case, in_place
+from plans import batch_of as batch_of_gpt
 from plans import small_model
 from processes import run_ranks
-from test_agreement import batch_of as batch_of_gpt
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 

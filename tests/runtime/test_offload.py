@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import plain_gpt
 from processes import run_ranks
-from test_step import batches, build, optimizer, train_on_ranks, train_plainly
+from trajectories import batches, build, optimizer, train_on_ranks, train_plainly
 
 from autopar.runtime.parameters.offload import Host
 from autopar.step import Step

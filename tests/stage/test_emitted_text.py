@@ -1,5 +1,5 @@
-"""What is emitted, byte for byte: `pytest --update-golden tests/test_emitted_text.py`
-writes the golden anew, whose change is then reviewed as code."""
+"""What is emitted, byte for byte: `--update-golden` writes the golden anew, whose
+change is then reviewed as code."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_no_text_ends_the_script_of_the_data() -> None:
 
 # --- in a browser --------------------------------------------------------------------
 
-DRIVE = (Path(__file__).parent / "report_driver.js").read_text()
+DRIVE = (Path(__file__).parents[1] / "report_driver.js").read_text()
 
 
 @needs_browser

@@ -65,7 +65,7 @@ def test_more_draws(seed: int) -> None:
 def test_a_draw_is_proved_alone_as_its_file_says(script: str, tmp_path: Path) -> None:
     """From any folder, in a Python that finds nothing of the checkout by itself."""
     alone = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONPATH"}
-    command = [sys.executable, str(Path(__file__).with_name(script)), "3"]
+    command = [sys.executable, str(Path(__file__).parents[1] / script), "3"]
     done = subprocess.run(command, env=alone, cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.startswith(b"draw 3: ")

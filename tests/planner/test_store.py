@@ -14,7 +14,7 @@ from plans import small_program
 import autopar
 from autopar.plans.store import PlanDirectoryError, load_plan, save_plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from plans import small_program
+from plans import batch_of, made, small_program
 from processes import run_ranks
-from test_agreement import batch_of, made
 from torch import Tensor, nn
 
 from autopar.passes.errors import AutoparError

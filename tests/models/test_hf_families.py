@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hf_families import MESHES, names, row
 
-TABLE = Path(__file__).parent / "golden" / "hf_families.txt"
+TABLE = Path(__file__).parents[1] / "golden" / "hf_families.txt"
 KNOWN: dict[str, list[str]] = {}
 for _line in TABLE.read_text().splitlines():
     KNOWN.setdefault(re.split(r"[: ]", _line)[0], []).append(_line)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from processes import run_ranks
-from test_step import batches, build
 from torch import Tensor
+from trajectories import batches, build
 
 import autopar
 from autopar.passes.program import Program

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from cases import Case, on_rank
 from models import Block, Stack, llama, plain_gpt, token_batch
 from processes import run_ranks
-from test_step import check_trajectory
 from torch import Tensor
+from trajectories import check_trajectory
 
 from autopar.cli import main
 from autopar.passes.errors import ShardingConflict
@@ -26,7 +26,7 @@ from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.kernels import positions
 from examples.benchmarks.live_bytes import LiveBytes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RING = {"split": {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}, "zigzag": ("cp",)}
 
 

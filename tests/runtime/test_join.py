@@ -21,7 +21,7 @@ from autopar.runtime.comm.comm import CommError
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.launch.join import choose_backend, default_device, read_device
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

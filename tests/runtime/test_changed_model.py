@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from plans import small_model
+from plans import batch_of, small_model
 from processes import RankFailed, run_ranks
-from test_agreement import batch_of
 from test_updates import plain_model
 from torch import Tensor, nn
 

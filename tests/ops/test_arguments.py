@@ -90,7 +90,7 @@ def test_names_of_arguments_are_those_of_some_op() -> None:
     known = {name for op in OPS.values() for name in op.heeds.split()}
     asked = {
         name
-        for path in (Path(__file__).parents[1] / "passes").rglob("*.py")
+        for path in (Path(__file__).parents[2] / "passes").rglob("*.py")
         for name in re.findall(r"\.arg\(\"(\w+)\"\)", path.read_text())
     }
     assert len(asked) > 20

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from plans import CONFIG, small_model, small_program
+from plans import CONFIG, batch_of, made, small_model, small_program
 from processes import run_ranks
-from test_agreement import batch_of, made
 from test_by_element import Locked
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from plans import small_model, small_program
+from plans import batch_of, made, small_model, small_program
 from processes import run_ranks
-from test_agreement import batch_of, made
 from torch import Tensor
 
 from autopar.passes.errors import IndexOutOfRange

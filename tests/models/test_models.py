@@ -93,7 +93,7 @@ def test_the_seed_decides_the_weights() -> None:
 def test_a_wrong_specification_says_what_is_right(
     spec: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(ModelError, match=says):
         load_model(spec)
 

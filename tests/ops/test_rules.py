@@ -5,19 +5,18 @@ needlessly whole: no other letter could be split. The examples are those that op
 declared with, run on shards by the sizes that ranks get.
 """
 
-import functools
 import itertools
-import random
 from collections.abc import Callable
 from math import prod
 
 import pytest
 import torch
+from declared import SEEDS, Example, declared, draws, splittable
 from graphs import bools, ints, node, x
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.passes.cost import flops
-from autopar.passes.dims.probe import holds, letter_extents, random_operands
+from autopar.passes.dims.probe import holds, random_operands
 from autopar.passes.graph import Node, Value
 from autopar.passes.ops.evaluate import evaluate
 from autopar.passes.ops.linearity import passes_pending_sum
@@ -25,9 +24,6 @@ from autopar.passes.ops.notation import Equation
 from autopar.passes.ops.op import OPS, Op
 from autopar.passes.ops.random import CHANCE
 from autopar.passes.ops.rules import equation
-
-SEEDS = range(3)
-Example = Callable[[int, int, int, int], Node]  # of extents a < b < c < d
 
 
 def einsum(text: str, *operands: Value) -> Node:
@@ -74,19 +70,6 @@ POINTWISE: list[Example] = [
 ]
 
 
-def declared(op: Op) -> list[Example]:
-    """The examples of an op's declaration."""
-
-    def example(text: str) -> Example:
-        form, _, arguments = text.partition("(")
-        name = f"{op.name}.{form}" if form else op.name
-        names = {"x": x, "ints": ints, "bools": bools, "torch": torch}
-        call = eval(f"lambda make, a, b, c, d: make({arguments}", names)
-        return lambda *sizes: call(functools.partial(node, name), *sizes)
-
-    return [example(text.strip()) for text in op.examples.split(";") if text]
-
-
 EXAMPLES = [one for op in OPS.values() if op.rule is not None for one in declared(op)]
 ALL = EXAMPLES + POINTWISE
 
@@ -100,15 +83,6 @@ WHOLE_ON_PURPOSE = {
 }
 
 
-def draws(example: Example) -> list[Node]:
-    """The example at several sizes."""
-    found = []
-    for seed in SEEDS:
-        sizes = sorted(random.Random(seed).sample(range(2, 8), 4))
-        found.append(example(*sizes))
-    return found
-
-
 def label(example: Example) -> str:
     one = example(2, 3, 4, 5)
     return f"{one.op}({', '.join(str(list(v.shape)) for v in one.operands)})"
@@ -118,11 +92,6 @@ def rule_of(one: Node) -> Equation:
     rule = equation(one)
     assert rule is not None, f"{one} has no rule"
     return rule
-
-
-def splittable(one: Node, rule: Equation) -> list[str]:
-    extents = letter_extents(one, rule)
-    return [a for a in rule.roles if extents.get(a, 1) > 1]
 
 
 def test_every_rule_has_an_example() -> None:

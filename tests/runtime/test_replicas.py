@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from plans import BATCH, CONFIG, small_program
+from plans import BATCH, CONFIG, batch_of, made, small_program
 from processes import run_ranks
-from test_agreement import batch_of, made
 from torch import Tensor
 
 import autopar

@@ -9,8 +9,8 @@ import torch
 from cases import Case, on_rank
 from models import gpt2, llama, plain_gpt, token_batch
 from test_context_parallel import Positions, next_token
-from test_step import check_trajectory
 from torch import nn
+from trajectories import check_trajectory
 
 from autopar.compiler import compile_offline
 from autopar.passes.dims.name_dims import Dim
