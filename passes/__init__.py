@@ -29,7 +29,7 @@
                split_backward                the halves that zero-bubble schedules want
                overlap                       parameters' collectives beside computing
                reuse                         results written over what nobody reads
-               outline, find_loops           equal runs as functions, layers as a loop
+    emit       outline, find_loops           equal runs as functions, layers as a loop
                emit                text      readable Python
     pipeline                       Program   all of these in turn: `schedule_stages`
                                              prices stages and chooses a schedule,

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from .emit.emit import emit
 from .program import coords_text
 from .shard.sharding import local_extent
 from .stage.check_alike import check_alike
 from .stage.differentiate import finish, join
-from .stage.emit import emit
 from .stage.local_stage import LocalStage
 from .stage.split_stages import Stage, Staged
 from .watch import Watch

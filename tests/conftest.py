@@ -15,9 +15,9 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from autopar.passes.emit.emit import emit
 from autopar.passes.pipeline import compile_program
 from autopar.passes.shard import documents, layout
-from autopar.passes.stage.emit import emit
 from autopar.passes.watch import check
 
 

@@ -19,8 +19,9 @@ PASSES = (
     "__init__", "errors", "ranges", "atoms", "digest", "nested", "replaced", "watch",
     "graph_text", "graph", "builder", "decode", "mesh", "ops", "cost", "layers",
     "repeat_layers", "part", "rewrite", "traced", "capture", "dims", "schedule",
-    "recompute", "plan", "shard", "stage", "price", "search", "proof_record", "program",
-    "proof", "read_program", "schedule_stages", "emit_modules", "assemble", "pipeline",
+    "recompute", "plan", "shard", "stage", "emit", "price", "search", "proof_record",
+    "program", "proof", "read_program", "schedule_stages", "emit_modules", "assemble",
+    "pipeline",
 )  # fmt: skip
 # The rooms of `capture`; its own files call them all.
 CAPTURE = ("forward", "rows", "exported", "normalize")

@@ -25,14 +25,14 @@ from torch import Tensor
 from autopar.machine.clock import clock_of
 from autopar.passes.cost import flops, signature, traffic
 from autopar.passes.dims.origins import is_real_or_complex
+from autopar.passes.emit.emit import emit
+from autopar.passes.emit.names import RESIDUALS
 from autopar.passes.graph import Node, Value
 from autopar.passes.mesh import Mesh
 from autopar.passes.ops.collectives import SPEAKS
 from autopar.passes.price.measured import Timed
 from autopar.passes.shard.collectives import collective
-from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.names import RESIDUALS
 from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.running_stage import load_module
 from autopar.units import seconds

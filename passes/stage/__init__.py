@@ -1,1 +1,1 @@
-"""Writes the text that one rank of a pipeline stage runs, from the whole graph."""
+"""Makes what one rank runs of a pipeline stage, from the whole graph."""

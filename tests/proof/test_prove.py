@@ -19,6 +19,7 @@ import autopar
 import autopar.proof.prove_program as prover
 from autopar.cli import main
 from autopar.models.load import example_batch, load_model
+from autopar.passes.emit.emit import emit
 from autopar.passes.errors import AutoparError
 from autopar.passes.graph import Node
 from autopar.passes.mesh import Mesh
@@ -26,7 +27,6 @@ from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.proof.choose_sizes import NotShrunk
 from autopar.passes.proof_record import SMALL, WHOLE
-from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.plans.store import load_plan, save_plan
 from autopar.proof.prove_program import NotProved, prove_program

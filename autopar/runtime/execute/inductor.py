@@ -2,7 +2,7 @@
 virtual ranks and restarts.
 
 An emitted module calls functions that take tensors and return tensors, with collectives
-between them (see `passes.stage.outline`). `compile_functions` puts a `CompiledFunction`
+between them (see `passes.emit.outline`). `compile_functions` puts a `CompiledFunction`
 in the place of each; the module's text stays as it is, and so does what runs between.
 A function is traced to ATen operations on tensors without data, compiled for the shapes
 and strides that it is called with, and kept in a directory, where the next process
@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.passes.stage.names import ENTRIES
+from autopar.passes.emit.names import ENTRIES
 from autopar.runtime.execute.code_cache import CodeCache, Compiled, Signature
 from autopar.runtime.kernels import for_inductor
 

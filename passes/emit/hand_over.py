@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ..emit.loop import Carried, Item, Loop, Scanned, series
+from ..emit.loops import without_ends
 from ..graph import LAYER, Node, Value
-from ..stage.loop import Carried, Item, Loop, Scanned, series
-from ..stage.loops import without_ends
 
 
 @dataclass(eq=False)

@@ -10,12 +10,12 @@ import torch
 from graphs import nodes_of
 from torch import Tensor
 
+from autopar.passes.emit.hand_over import HandOver, Part
+from autopar.passes.emit.loop import Loop, Varying
+from autopar.passes.emit.loops import find_loops
+from autopar.passes.emit.write_function import Function
 from autopar.passes.graph import Graph, Node
-from autopar.passes.stage.hand_over import HandOver, Part
-from autopar.passes.stage.loop import Loop, Varying
-from autopar.passes.stage.loops import find_loops
 from autopar.passes.stage.storages import Alive, Storages
-from autopar.passes.stage.write_function import Function
 
 LAYER = """
     param %blocks.+{i}.w f32[2,3]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
+from ..emit.layer_numbers import loop_text
 from ..graph import LAYER, Node, Value
 from ..mesh import TIME
-from ..stage.layer_numbers import loop_text
 from ..stage.local_stage import LocalStage
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..graph import Value
-from ..stage.hand_over import Rows
-from ..stage.links import find_links
-from ..stage.loop import Carried, Loop
-from ..stage.loop_index import Index
-from ..stage.statements import (
+from ..emit.hand_over import Rows
+from ..emit.links import find_links
+from ..emit.loop import Carried, Loop
+from ..emit.loop_index import Index
+from ..emit.statements import (
     Statements,
     by_condition,
     delete,
     indented,
     under_conditions,
 )
+from ..graph import Value
 
 if TYPE_CHECKING:
-    from ..stage.write_function import Function
+    from ..emit.write_function import Function
 
 
 class LoopWriter:

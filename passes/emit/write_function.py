@@ -6,15 +6,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..builder import unused
+from ..emit.hand_over import HandOver, Rows
+from ..emit.links import find_links
+from ..emit.loop import Item, Loop, Scanned
+from ..emit.names import RESERVED, RESIDUALS
+from ..emit.spell import spell, targets
+from ..emit.statements import Statements
+from ..emit.write_loop import Index, LoopWriter
 from ..graph import Node, Value
-from ..stage.hand_over import HandOver, Rows
-from ..stage.links import find_links
-from ..stage.loop import Item, Loop, Scanned
-from ..stage.names import RESERVED, RESIDUALS
-from ..stage.spell import spell, targets
-from ..stage.statements import Statements
 from ..stage.storages import Alive
-from ..stage.write_loop import Index, LoopWriter
 
 
 class Function:

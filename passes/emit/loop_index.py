@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from math import ceil
 
+from ..emit.layer_numbers import condition_text, range_text
+from ..emit.loop import Loop, Varying, line, numbered
+from ..emit.spell import constant
 from ..graph import LAYER, Node
-from ..stage.layer_numbers import condition_text, range_text
-from ..stage.loop import Loop, Varying, line, numbered
-from ..stage.spell import constant
 
 # What a prologue makes, in time: only the one that is asked for is waited for, and it
 # may be what an iteration makes.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..emit.names import ENTRIES, RESERVED
 from ..graph import LAYER, Node, Value, live_in
-from ..stage.names import ENTRIES, RESERVED
 from ..stage.runs import find_remade, find_runs
 
 CALL = "call."

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..emit.loop import Carried, Loop, Row, Scanned, Varying, series
 from ..graph import LAYER, Node, Value
-from ..stage.loop import Carried, Loop, Row, Scanned, Varying, series
 
 Place = tuple[int, int, int]  # of a value: its row, node there, and result of that
 Result = tuple[int, int]  # node of a row, and result of that

@@ -14,10 +14,10 @@ from difflib import SequenceMatcher
 from itertools import accumulate, pairwise
 from typing import Any
 
+from ..emit.loop import Item, Loop, Row
+from ..emit.loop_ends import keys_of
+from ..emit.loop_rows import loop_of_all
 from ..graph import LAYER, Node
-from ..stage.loop import Item, Loop, Row
-from ..stage.loop_ends import keys_of
-from ..stage.loop_rows import loop_of_all
 
 KINDS = 16  # of rows, at most
 KEPT = 3  # statements that keep and take what some iterations have

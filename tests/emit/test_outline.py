@@ -13,8 +13,8 @@ from models import gpt2, llama, mixture, plain_gpt
 from torch import Tensor, nn
 
 from autopar.models.load import example_batch, load_model
+from autopar.passes.emit.emit import emit
 from autopar.passes.program import Program
-from autopar.passes.stage.emit import emit
 
 
 def lines(program: Program) -> int:

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ..emit.layer_rows import LayerLoop, layers_as_loop, statements
+from ..emit.loop import Item, Loop
+from ..emit.loop_ends import kind_of, with_ends
+from ..emit.loop_rows import fitting, held, loop_of, loop_of_all
 from ..graph import LAYER, Node
-from ..stage.layer_rows import LayerLoop, layers_as_loop, statements
-from ..stage.loop import Item, Loop
-from ..stage.loop_ends import kind_of, with_ends
-from ..stage.loop_rows import fitting, held, loop_of, loop_of_all
 
 TURNS = 12  # layers that take turns, at most: so many of one kind may be in a period
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
+from ..emit.loop import Loop, Row, numbered
+from ..emit.loop_rows import held, loop_of_all
 from ..graph import LAYER, Node, Value
-from ..stage.loop import Loop, Row, numbered
-from ..stage.loop_rows import held, loop_of_all
 
 LEAST = 8  # nodes that are worth it
 MOST = 0.5  # of the nodes of a row: what an end may be without, or have beside

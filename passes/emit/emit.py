@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from ..emit.hand_over import HandOver, Part, split_readers
+from ..emit.keys import Keys
+from ..emit.loop import Item, Loop
+from ..emit.loops import find_loops_of_parts
+from ..emit.outline import Outline, Outlined, outline
+from ..emit.spell import as_tuple
+from ..emit.write_function import Function
+from ..emit.write_tables import tables
 from ..graph import Node, Value
-from ..stage.hand_over import HandOver, Part, split_readers
-from ..stage.keys import Keys
 from ..stage.local_stage import LocalStage
-from ..stage.loop import Item, Loop
-from ..stage.loops import find_loops_of_parts
-from ..stage.outline import Outline, Outlined, outline
-from ..stage.spell import as_tuple
 from ..stage.split_backward import GRADIENT
 from ..stage.storages import Alive, Storages, storages
-from ..stage.write_function import Function
-from ..stage.write_tables import tables
 
 HEADER = '''"""{title}
 

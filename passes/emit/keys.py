@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from ..builder import unused
+from ..emit.loop import Loop
 from ..graph import LAYER, Node
 from ..stage.local_stage import LocalStage
-from ..stage.loop import Loop
 
 PIECE = re.compile(r"\[[^\]]*\]")  # where a piece of a weight lies, in its name
 

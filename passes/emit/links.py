@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from ..capture.lower_precision import CAST
+from ..emit.loop import Item
 from ..graph import Node
 from ..ops.memory import is_in_place, may_alias
 from ..ops.op import is_method
-from ..stage.loop import Item
 
 
 def find_links(

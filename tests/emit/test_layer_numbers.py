@@ -8,15 +8,15 @@ from itertools import compress, product
 
 import pytest
 
-from autopar.passes.proof.layer_uses import _value, find_uses
-from autopar.passes.stage.layer_numbers import (
+from autopar.passes.emit.layer_numbers import (
     condition_text,
     in_turn,
     loop_text,
     range_text,
 )
-from autopar.passes.stage.loop import Loop, line
-from autopar.passes.stage.loop_index import Index
+from autopar.passes.emit.loop import Loop, line
+from autopar.passes.emit.loop_index import Index
+from autopar.passes.proof.layer_uses import _value, find_uses
 
 
 def of_text(text: str) -> list[int]:

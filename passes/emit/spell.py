@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ..emit.loop import Varying
+from ..emit.outline import Number
 from ..graph import Node, Value, resolve
 from ..ops.memory import IN_PLACE
 from ..ops.op import OPS, op_of
-from ..stage.loop import Varying
-from ..stage.outline import Number
 
 Names = Callable[[Value], str]
 Choose = Callable[[Varying], str]

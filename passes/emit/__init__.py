@@ -1,0 +1,1 @@
+"""What a rank runs of a stage, as the text of a Python module."""
