@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +13,18 @@ from ...graph import Node, Value
 from ...ops.arguments import arguments
 from ...rewrite import Rewriter
 from ..normalize.causal_masks import causal_window
-from ..normalize.column_masks import columns_of
+from ..normalize.column_masks import Columns, columns_of
 from ..normalize.grouped_queries import without_copies
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Which columns the rows of attention see: those of a mask, and none behind their
+    own if it is causal. known: more arguments of the op, in place of a mask."""
+
+    mask: Value | None
+    is_causal: bool = False
+    known: Mapping[str, Any] = field(default_factory=dict)
 
 
 def attention(rewriter: Rewriter, node: Node) -> Value:
@@ -21,49 +32,65 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
     one of packed documents their ids, one of padding says which columns are none; with
     dropout it is decomposed."""
     bound = arguments(node)
-    is_causal, scale = bool(bound["is_causal"]), bound["scale"]
+    is_causal, p, scale = bool(bound["is_causal"]), bound["dropout_p"], bound["scale"]
     q, k, v, mask = _with_heads(rewriter, bound)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
         mask = expanded.operands[0]  # it broadcasts as it is
-    seen: dict[str, Any] = {}
-    if mask is not None and is_causal:  # as torch's fused kernel takes both
-        mask, is_causal = _also_causal(rewriter, mask, q.shape[2], k.shape[2]), False
-    if mask is not None:
-        is_bool = mask.dtype == torch.bool
-        known = rewriter.constant(mask)
-        window = causal_window(rewriter, mask)
-        if window == mask.shape[-1]:
-            mask, is_causal = None, True
-        elif window is not None and bound["dropout_p"] == 0.0:
-            mask, is_causal, seen = None, True, {"window": window}
-        elif window is None and known is not None and bool((known == is_bool).all()):
-            mask = None
-        elif is_bool and known is None and (told := columns_of(rewriter, mask)):
-            columns = mask.shape[-1]
-            shown = told.shown
-
-            def row(x: Value) -> Value:
-                return rewriter.reshape(x, (x.numel // columns, columns))
-
-            if not told.window and shown is not None:
-                lead = (shown.numel // columns, 1, 1, columns)
-                mask = rewriter.reshape(shown, lead)
-            elif bound["dropout_p"] == 0.0:
-                known_of = {"documents": told.ids, "shown": shown}
-                seen = {name: row(x) for name, x in known_of.items() if x is not None}
-                if told.window < columns:
-                    seen["window"] = told.window
-                mask, is_causal = None, True
-    if bound["dropout_p"] > 0.0:
-        p = bound["dropout_p"]
-        y = _decompose_attention(rewriter, (q, k, v), mask, is_causal, scale, p)
+    if mask is None:
+        shown = Shown(None, is_causal)
+    else:
+        if is_causal:  # as torch's fused kernel takes both
+            mask = _also_causal(rewriter, mask, q.shape[2], k.shape[2])
+        shown = _shown_by(rewriter, mask, fused=p == 0.0)
+    if p > 0.0:
+        y = _decompose_attention(rewriter, (q, k, v), shown, scale, p)
     else:
         k, v = without_copies(rewriter, k, v)
-        args = (q, k, v, mask, is_causal, scale)
-        y = rewriter.emit("autopar.attention", *args, **seen)
+        args = (q, k, v, shown.mask, shown.is_causal, scale)
+        y = rewriter.emit("autopar.attention", *args, **shown.known)
     return rewriter.reshape(y, node.out.shape)
+
+
+def _shown_by(rewriter: Rewriter, mask: Value, fused: bool) -> Shown:
+    """What a mask shows, in the fewest words. fused: of the op, which takes windows and
+    documents; decomposed, attention takes masks and the flag alone."""
+    window = causal_window(rewriter, mask)
+    if window == mask.shape[-1]:
+        return Shown(None, is_causal=True)
+    if window is not None:
+        return Shown(None, True, {"window": window}) if fused else Shown(mask)
+    is_bool, known = mask.dtype == torch.bool, rewriter.constant(mask)
+    if known is not None:
+        return Shown(None if bool((known == is_bool).all()) else mask)
+    columns = columns_of(rewriter, mask) if is_bool else None
+    return (
+        Shown(mask) if columns is None else _by_columns(rewriter, mask, columns, fused)
+    )
+
+
+def _by_columns(
+    rewriter: Rewriter, mask: Value, columns: Columns, fused: bool
+) -> Shown:
+    """What a mask shows whose columns are told apart by documents and padding."""
+    width = mask.shape[-1]
+
+    def by_sample(x: Value) -> Value:
+        return rewriter.reshape(x, (x.numel // width, width))
+
+    if not columns.window and columns.shown is not None:
+        samples = columns.shown.numel // width
+        return Shown(rewriter.reshape(columns.shown, (samples, 1, 1, width)))
+    if not fused:
+        return Shown(mask)
+    values = {"documents": columns.ids, "shown": columns.shown}
+    known: dict[str, Any] = {
+        k: by_sample(x) for k, x in values.items() if x is not None
+    }
+    if columns.window < width:
+        known["window"] = columns.window
+    return Shown(None, True, known)
 
 
 def _also_causal(rewriter: Rewriter, mask: Value, rows: int, columns: int) -> Value:
@@ -140,19 +167,18 @@ def _with_lead(
 def _decompose_attention(
     rewriter: Rewriter,
     qkv: Three,
-    mask: Value | None,
-    is_causal: bool,
+    shown: Shown,
     scale: float,
     p: float,
 ) -> Value:
     """softmax(q k^T * scale + mask) with dropout, times v."""
-    (q, k, v), emit = qkv, rewriter.emit
+    (q, k, v), mask, emit = qkv, shown.mask, rewriter.emit
     hides = mask is not None and mask.dtype == torch.bool
     if k.shape[1] != q.shape[1]:
         k, v = (_repeat_heads(rewriter, x, q.shape[1]) for x in (k, v))
     scores = emit("aten.matmul.default", q, emit("aten.transpose.int", k, -2, -1))
     scores = emit("aten.mul.Tensor", scores, scale)
-    if is_causal:
+    if shown.is_causal:
         shape = scores.shape[-2:]
         allowed = emit("aten.ones.default", shape, dtype=torch.bool)
         mask = emit("aten.tril.default", allowed)

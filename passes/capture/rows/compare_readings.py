@@ -38,7 +38,7 @@ class Keys:
     def number(self, made: Hashable) -> int:
         return self.numbers.setdefault(made, len(self.numbers))
 
-    def of(
+    def of_values(
         self,
         graph: Graph,
         literals: Mapping[str, Tensor],
@@ -51,34 +51,8 @@ class Keys:
         zeros = set(zeros)
         zero_keys = {keys[name] for name in zeros & keys.keys()} - {EMPTY}
         for node in graph.nodes:
-            args, kwargs = map_values(
-                lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
-            )
-            made = node.op, args, tuple(sorted(kwargs.items(), key=str))
-            read = [keys[v.name] for v in node.operands]
-            fresh = [
-                None if v is None else self.number((*made, place))
-                for place, v in enumerate(node.outs)
-            ]
-            if EMPTY in read:
-                fresh = [_without(node, read)] * len(fresh)
-                if node.name in WRITES and node.operands[0].name in zeros:
-                    zeros.add(node.out.name)
-            elif node.name in ZEROS:
-                zeros.add(node.out.name)
-            elif (same := self._same(node, args, read)) is not None:
-                fresh = [same]
-            elif node.name == "aten.mul" and node.arg("other") == 0:
-                zeros.add(node.out.name)
-            elif zeros.intersection(v.name for v in node.operands):
-                if node.op == CHOOSES:
-                    fresh = [EMPTY] * len(fresh)
-                elif _stays(node, zeros):
-                    zeros.update(v.name for v in node.results)
-                elif (rest := _added(node, zeros)) is not None:
-                    fresh = [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
-                    zeros.update([node.out.name] if rest.name in zeros else ())
-            for v, key in zip(node.outs, fresh, strict=True):
+            made = self._of_results(node, keys, zeros)
+            for v, key in zip(node.outs, made, strict=True):
                 if v is None:
                     continue
                 keys[v.name] = self.number(v) if key is None else key
@@ -87,6 +61,35 @@ class Keys:
                 elif keys[v.name] in zero_keys:
                     zeros.add(v.name)
         return keys
+
+    def _of_results(
+        self, node: Node, keys: Mapping[str, int], zeros: set[str]
+    ) -> list[int | None]:
+        """A key for each result, None of one that is a matter of its own. keys: of what
+        was made before. zeros: is given the names of results that are 0."""
+        args, kwargs = map_values(
+            lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
+        )
+        made = node.op, args, tuple(sorted(kwargs.items(), key=str))
+        read = [keys[v.name] for v in node.operands]
+        if EMPTY in read:
+            if node.name in WRITES and node.operands[0].name in zeros:
+                zeros.add(node.out.name)
+            return [_without(node, read)] * len(node.outs)
+        if (same := self._same(node, args, read)) is not None:
+            return [same]
+        if zeros.intersection(v.name for v in node.operands):
+            if node.op == CHOOSES:
+                return [EMPTY] * len(node.outs)
+            if (rest := _added(node, zeros)) is not None:
+                zeros.update([node.out.name] if rest.name in zeros else ())
+                return [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
+        if _is_zero(node, zeros):
+            zeros.update(v.name for v in node.results)
+        return [
+            None if v is None else self.number((*made, place))
+            for place, v in enumerate(node.outs)
+        ]
 
     def _same(self, node: Node, args: Sequence[Any], read: list[int]) -> int | None:
         """The key of what a node makes no other: a copy, or a part put back."""
@@ -118,11 +121,14 @@ def _stays_zero(node: Node) -> bool:
     return stays or shows_all(node) or is_view(node)
 
 
-def _stays(node: Node, zeros: Set[str]) -> bool:
-    """Whether what a node makes of values that are 0 is 0."""
-    if node.name == "aten.mul":
+def _is_zero(node: Node, zeros: Set[str]) -> bool:
+    """Whether all that a node makes is 0, where the values of these names are."""
+    if node.name in ZEROS:
         return True
-    return _stays_zero(node) and node.operands[0].name in zeros
+    if node.name == "aten.mul":
+        return node.arg("other") == 0 or any(v.name in zeros for v in node.operands)
+    first = node.operands[:1]
+    return any(v.name in zeros for v in first) and _stays_zero(node)
 
 
 def _added(node: Node, zeros: Set[str]) -> Value | None:
@@ -202,11 +208,11 @@ def are_same(some: Traced, none: Traced) -> bool:
     keys, outputs = Keys(), []
     for one in (some, none):
         graph, literals = one.graph, one.literals
-        plain, made = keys.of(graph, literals), graph.producers()
+        plain, made = keys.of_values(graph, literals), graph.producers()
         zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
         zeros = {name for name, key in plain.items() if key in zero_keys}
         zeros |= _compared_alike(one, plain, zeros) | _of_numbers(one, made)
-        left = keys.of(graph, literals, zeros)
+        left = keys.of_values(graph, literals, zeros)
         outputs.append([left[v.name] for v in graph.outputs])
     return outputs[0] == outputs[1]
 
@@ -215,7 +221,7 @@ def are_equal(one: Traced, other: Traced) -> bool:
     """Whether two readings of a model are the same, operation by operation."""
     keys, outputs = Keys(), []
     for reading in (one, other):
-        plain = keys.of(reading.graph, reading.literals)
+        plain = keys.of_values(reading.graph, reading.literals)
         outputs.append([plain[v.name] for v in reading.graph.outputs])
     return outputs[0] == outputs[1]
 
