@@ -42,17 +42,19 @@ SEARCHED, OF_ALL, UNPRICED = "searched", "of all", "unpriced"
 class Option:
     """A keyword of `compile` and a flag of the command line.
 
-    planner: SEARCHED, OF_ALL or UNPRICED. usual: the value that it has if it is left
-    out, where a `Plan` has no field of that name. follows: whether others say what it
-    is then. auto: whether "auto" is a choice too.
+    planner: SEARCHED, OF_ALL or UNPRICED. usual: its default, where a `Plan` has no
+    field of that name. follows: whether its default follows from other options.
+    default: its name in the help, where that is not the value. auto: what "auto" does,
+    if it is a choice too.
     """
 
     help: str
     planner: str
     choices: tuple[str, ...] = ()
-    auto: bool = False
+    auto: str = ""
     usual: Any = None
     follows: bool = False
+    default: str = ""
     metavar: str | None = None
 
 
@@ -67,7 +69,7 @@ class Options(TypedDict, total=False):
     microbatches: Annotated[
         int,
         Option(
-            "parts of the batch, run one after another; the result does not change",
+            "parts of the batch, run one after another; the result is the same",
             SEARCHED,
             metavar="N",
         ),
@@ -75,26 +77,29 @@ class Options(TypedDict, total=False):
     schedule: Annotated[
         str,
         Option(
-            "of the pipeline; auto makes one for the measured seconds of the stages, "
-            "within --memory",
+            "schedule of the pipeline",
             SEARCHED,
             tuple(SCHEDULES),
-            auto=True,
+            auto="makes one for the measured seconds of the stages, within --memory",
         ),
     ]
     stages_per_rank: Annotated[
-        int, Option("pipeline stages that a rank runs", SEARCHED, metavar="N")
+        int, Option("pipeline stages of each rank", SEARCHED, metavar="N")
     ]
     sequence_parallel: Annotated[
         bool,
-        Option("split what tp leaves whole along the sequence", OF_ALL, usual=True),
+        Option(
+            "split activations along the sequence where tp leaves them whole",
+            OF_ALL,
+            usual=True,
+        ),
     ]
     context_parallel: Annotated[
         str,
         Option(
-            "how attention works on an axis cp, which splits the sequence: ranks "
-            "gather all keys and values; or these are passed round a ring, and no rank "
-            "ever holds all; or (ulysses) ranks exchange rows for heads",
+            "how ranks attend on an axis cp, which splits the sequence: gather all "
+            "keys and values; pass them round a ring, so that no rank ever holds all; "
+            "or (ulysses) exchange rows for heads",
             SEARCHED,
             tuple(CONTEXT_PARALLEL),
             usual="gather",
@@ -105,57 +110,57 @@ class Options(TypedDict, total=False):
         Option(
             "the rows of a rank of cp: zigzag, some from the front and as many from "
             "the back, so that a causal mask gives all ranks the same work; or "
-            "contiguous (default: zigzag, but for ulysses, where ranks see all rows, "
-            "and where a hint splits something on cp)",
+            "contiguous",
             UNPRICED,
             LAYOUTS,
+            default="zigzag; contiguous with ulysses, or if a hint splits a dim on cp",
         ),
     ]
     recompute: Annotated[
         str,
         Option(
-            "full keeps of each layer its input alone from forward to backward, "
-            "elementwise leaves out what ops like silu or a cast make again in "
-            "registers of what is kept, selective that, spelled-out attention scores "
-            "and what ranks gather of each other; auto chooses for each layer what "
-            "takes the least time and fits into --memory (default: elementwise where "
-            "functions are compiled, with --backend inductor or on a GPU, else none)",
+            "what the backward computes again: elementwise, results of ops like silu "
+            "or a cast; selective, also attention scores and what ranks gather of each "
+            "other; full, all of a layer but its input",
             SEARCHED,
             RECOMPUTE,
-            auto=True,
+            auto="chooses for each layer what is fastest and fits into --memory",
             follows=True,
+            default="elementwise with --backend inductor, or auto on a GPU; else none",
         ),
     ]
     memory: Annotated[
         int | str,
         Option(
-            "what a rank may use, as 16GiB; a plan that needs more is refused; 0: no "
-            "limit",
+            "memory of a device that a plan may use, as 16GiB",
             OF_ALL,
+            default="0, no limit",
             metavar="SIZE",
         ),
     ]
     zero: Annotated[
         int,
         Option(
-            "with 1, 2 or 3 each data parallel rank keeps only a share of the "
-            "parameters, their gradients and the optimizer's state between steps; with "
-            "2 of gradients during a step too, with 3 of everything at any time "
-            "(FSDP). On a mesh dp=2,fsdp=4 ranks share along fsdp, and dp replicates "
-            "the shares",
+            "ZeRO stage: from 1 on, each data parallel rank keeps between steps only a "
+            "shard of parameters, gradients and the optimizer's state; from 2 on of "
+            "gradients within a step too; with 3 (FSDP) of parameters too. On a mesh "
+            "dp=2,fsdp=4 fsdp shards and dp replicates",
             SEARCHED,
             metavar="0..3",
         ),
     ]
     offload: Annotated[
-        bool, Option("what an optimizer updates and keeps lies on the CPU", UNPRICED)
+        bool,
+        Option(
+            "keep the optimizer's state and the weights that it updates on the CPU",
+            UNPRICED,
+        ),
     ]
     precision: Annotated[
         str,
         Option(
-            "bf16 and fp16 are what torch.autocast would be around the model, "
-            "bf16-stream is the model with its parameters in bf16; those that are "
-            "trained stay as they are",
+            "bf16 and fp16 compute as within torch.autocast, bf16-stream as a model "
+            "with parameters in bf16; trained parameters keep their own dtype",
             OF_ALL,
             tuple(PRECISION),
         ),
@@ -163,26 +168,26 @@ class Options(TypedDict, total=False):
     tf32: Annotated[
         bool,
         Option(
-            "GPUs multiply float32 by TF32 tensor cores, with 10 bits of mantissa; "
-            "torch's settings are put back after each step",
+            "multiply float32 on a GPU's TF32 tensor cores, with 10 bits of mantissa; "
+            "torch's own settings are put back after each step",
             OF_ALL,
         ),
     ]
     backend: Annotated[
         str,
         Option(
-            "what runs functions: inductor compiles what is between two collectives, "
-            "eager is Python; auto is what `autopar profile MODEL` measured to be "
-            "faster here; if it did not, inductor on a GPU that has triton, else eager",
+            "eager runs functions as Python, inductor compiles what lies between two "
+            "collectives",
             OF_ALL,
             BACKENDS,
-            auto=True,
+            auto="takes the one that `autopar profile MODEL` measured to be faster "
+            "here, else inductor on a GPU with triton, else eager",
         ),
     ]
     hints: Annotated[
         Mapping[str, str] | None,
         Option(
-            "what splits a parameter, as '*.mlp.fc.weight=ffn/tp'",
+            "split a parameter, as '*.mlp.fc.weight=ffn/tp'; may be repeated",
             UNPRICED,
             metavar="PATTERN=DIM/AXIS",
         ),
@@ -197,7 +202,7 @@ _PLAN = {f.name: f.default for f in fields(Plan) if f.default is not MISSING}
 
 
 def usual(name: str) -> Any:
-    """The value of an option that is left out; None: others say what it is."""
+    """The value of an option that is left out; None: it follows from others."""
     option = OPTIONS[name]
     return None if option.follows else _PLAN.get(name, option.usual)
 

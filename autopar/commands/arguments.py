@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from autopar.commands.parser import shown_default
 from autopar.options import OPTIONS, read_bytes, usual
 from autopar.passes.errors import AutoparError, HintError
-from autopar.passes.plan import AUTO, BACKENDS
+from autopar.passes.plan import AUTO
 from autopar.passes.ranges import RANGES, Range, shown
 
+SEARCH = "searched for"
 LONGEST = 4096  # characters of a value, bytes of a path
 SEQ = 128  # tokens of a sample, unless told otherwise
 NAME = 255  # bytes of a name in a path
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...], hf:config.json, or "
 MODEL += "the hub's name of a known one, as hf:meta-llama/Llama-3.1-8B"
+
+
+EMA = "use the averages of weights that `autopar run --ema` made"
 
 
 class Several(argparse.Action):
@@ -35,22 +41,25 @@ class Several(argparse.Action):
         setattr(namespace, self.dest, (*before, value))
 
 
-def add_options(add: Any, names: Iterable[str], left_out: str = "") -> None:
-    """Add flags for options of `compile`.
+def add_options(
+    add: Any, names: Iterable[str], left_out: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Adds flags for options of `compile`.
 
-    left_out: what is done about an option that is not given; "": it is as a plan has
-    it.
+    left_out: of options that are None if left out, what help calls that; "": as usual.
     """
     for name in names:
-        option, default = OPTIONS[name], None if left_out else usual(name)
+        option, default = OPTIONS[name], None if name in left_out else usual(name)
         flag = f"--{name.replace('_', '-')}"
-        told = f"{option.help} (default: {left_out})" if left_out else option.help
+        auto = option.auto if left_out.get(name) != SEARCH else ""
+        told = f"{option.help}; auto {auto}" if auto else option.help
+        known_as = left_out.get(name) or option.default or shown_default(usual(name))
+        told += f" (default: {known_as})"
         if isinstance(usual(name), bool):
             act = argparse.BooleanOptionalAction
             add.add_argument(flag, action=act, default=default, help=told)
         elif option.choices:
-            auto = (AUTO,) if option.auto and not left_out else ()
-            choices = (*option.choices, *auto)
+            choices = (*option.choices, AUTO) if auto else option.choices
             add.add_argument(flag, choices=choices, default=default, help=told)
         elif name == "hints":
             add.add_argument(
@@ -71,19 +80,19 @@ def add_model(add: Any, **how: Any) -> None:
 
 
 def add_batch_sizes(add: Any, usual: str, *former: str) -> None:
-    """Add flags for the samples and tokens of a step. usual: the samples that a step
-    has if nobody says how many. former: other names of the flag of samples."""
+    """Adds flags for the samples and tokens of a step. usual: the default number of
+    samples. former: other names of the flag of samples."""
     add.add_argument(
         *("--global-batch", *former), type=number("global_batch"), metavar="N",
         help=f"samples of a step (default: {usual})",
     )  # fmt: skip
-    told = f"tokens of hf: models (default: {SEQ})"
+    told = f"tokens of a sample, for hf: models (default: {SEQ})"
     add.add_argument("--seq", type=number("seq"), metavar="N", help=told)
 
 
 def add_seed(add: Any, of: str) -> None:
-    """Adds --seed. of: its help, which says what is drawn."""
-    add.add_argument("--seed", type=number("seed"), default=0, help=of)
+    """Adds --seed. of: what is drawn."""
+    add.add_argument("--seed", type=number("seed"), default=0, help=f"seed of {of}")
 
 
 def add_switch(add: Any, flag: str, told: str) -> None:
@@ -98,11 +107,7 @@ def add_json(add: Any, told: str = "print values as JSON") -> None:
 
 def add_backend(add: Any) -> None:
     """Adds --backend; None, its default, leaves the plan's."""
-    add.add_argument(
-        "--backend",
-        choices=(AUTO, *BACKENDS),
-        help="what runs functions (default: as the plan has it)",
-    )
+    add_options(add, ["backend"], {"backend": "the plan's"})
 
 
 def number(name: str) -> Callable[[str], Any]:

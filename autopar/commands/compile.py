@@ -21,6 +21,7 @@ from autopar.commands.arguments import (
     text,
     text_or_nothing,
 )
+from autopar.commands.run_field import add_field
 from autopar.compiler import compile_offline
 from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
@@ -50,13 +51,12 @@ def add(add: Any) -> None:
     add.set_defaults(command=compile_command)
     add_model(add)
     add.add_argument(
-        "--mesh", type=text_or_nothing, help='axes and sizes, as "pp=2,tp=2"'
+        "--mesh", type=text_or_nothing, help='axes and their sizes, as "pp=2,tp=2"'
     )
-    add_options(add, ["microbatches"], left_out="up to 4 for each stage")
-    add_options(add, [name for name in OPTIONS if name != "microbatches"])
-    usual = "of hf: models 4 a stage of each data parallel rank, at least 8"
+    add_options(add, OPTIONS, {"microbatches": "up to 4 for each stage"})
+    usual = "for hf: models 4 for each stage and data parallel rank, at least 8"
     add_batch_sizes(add, usual, "--batch")
-    add_switch(add, "--attention-mask", "give hf: models one")
+    add_switch(add, "--attention-mask", "give hf: models an attention mask")
     add.add_argument(
         "--plan",
         type=path,
@@ -66,7 +66,7 @@ def add(add: Any) -> None:
         "--devices",
         type=text,
         metavar="NxNAME|FILE",
-        help="by whose prices stages are cut, as 64xH100 or a cluster file (default: "
+        help="devices whose prices cut stages, as 64xH100 or a cluster file (default: "
         "those that the plan was made for, or this machine as it is measured)",
     )
     add.add_argument(
@@ -74,16 +74,14 @@ def add(add: Any) -> None:
         "--labels",
         type=text,
         metavar="NxNAME|FILE",
-        help="decide for each op what an axis splits, for these devices",
+        help="choose for each op what an axis splits, by the prices of these devices",
     )
-    add_switch(
-        add, "--unproved", "do not prove that the plan computes what the model does"
-    )
-    add_switch(add, "--meta", "make no weights")
-    add_seed(add, "of weights and dropout")
+    add_field(add, "unproved")
+    add_switch(add, "--meta", "load the model without its weights")
+    add_seed(add, "weights and dropout")
     add.add_argument(
         *("-o", "--output"), type=path, default=Path("plan"), metavar="DIR",
-        help="where the programs are written",
+        help="folder for the programs",
     )  # fmt: skip
     add_json(add)
 

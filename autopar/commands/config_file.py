@@ -45,7 +45,7 @@ def add_config(add: argparse.ArgumentParser) -> None:
     add_switch(
         group,
         "--print-config",
-        "print such a file, with all options as they are, and end",
+        "print such a file of all options, and exit",
     )
 
 

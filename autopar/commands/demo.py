@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from autopar.commands.arguments import number, path
+from autopar.commands.arguments import path
+from autopar.commands.run_field import add_field
 from autopar.compiler import compile_offline
 from autopar.models.load import load_model
 from autopar.passes.errors import AutoparError
@@ -36,11 +37,9 @@ EXAMPLES = ("autopar demo", "autopar demo --steps 100 --dir /tmp/demo")
 def add(add: Any) -> None:
     """Adds the command's arguments."""
     add.set_defaults(command=lambda a: demo(a.dir, a.steps))
+    add_field(add, "steps")
     add.add_argument(
-        "--steps", type=number("steps"), default=20, help="of the optimizer"
-    )
-    add.add_argument(
-        "--dir", type=path, default=Path("autopar-demo"), help="for the plan"
+        "--dir", type=path, default=Path("autopar-demo"), help="folder for the plan"
     )
 
 

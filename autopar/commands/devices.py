@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autopar.commands.arguments import path, size, text
+from autopar.commands.arguments import add_options, add_switch, path, text
 from autopar.machine.cluster_file import read_cluster
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import named_cluster
@@ -21,23 +21,24 @@ def add_devices(add: Any, required: bool) -> None:
         "--devices",
         type=text,
         metavar="NxNAME|N",
-        help="as 8xA100-80GB; 4: of this machine",
+        help="number and kind, as 8xA100-80GB; a number alone: of this machine",
     )
     where.add_argument(
-        "--cluster", type=path, metavar="FILE", help="devices and links, TOML or JSON"
+        "--cluster", type=path, metavar="FILE", help="TOML or JSON of devices and links"
     )
-    add.add_argument(
-        "--memory",
-        type=size,
-        metavar="SIZE",
-        help="of a device to use, as 70GB (default: all)",
-    )
+    add_options(add, ["memory"], {"memory": "all"})
     add.add_argument(
         "--profile",
         type=path,
         metavar="FILE",
-        help="what was measured of this machine (default: in the cache)",
+        help="measurements of this machine (default: those in the cache)",
     )
+
+
+def add_compiled(add: Any) -> None:
+    """Adds --compiled, which prefers a program's seconds to an estimate's."""
+    told = "use what compiling measured, even if there is an estimate"
+    add_switch(add, "--compiled", told)
 
 
 def read_devices(arguments: argparse.Namespace) -> Cluster | None:

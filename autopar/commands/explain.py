@@ -23,8 +23,8 @@ def add(add: Any) -> None:
     """Adds the command's arguments."""
     add.set_defaults(command=explain_command)
     add.add_argument("plan", type=path, help="what `autopar plan -o` wrote")
-    add_switch(add, "--reprice", "capture the model, price it again")
-    add_switch(add, "--formulas", "what the numbers are made of")
+    add_switch(add, "--reprice", "capture the model and price the plan again")
+    add_switch(add, "--formulas", "show the formulas of the numbers")
     add_devices(add, required=False)
     add_json(add)
 

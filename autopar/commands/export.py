@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from autopar.checkpoints.export import export
-from autopar.commands.arguments import add_json, add_switch, path
+from autopar.commands.arguments import EMA, add_json, add_switch, path
 from autopar.progress import Progress
 
 EXAMPLES = (
@@ -26,10 +26,10 @@ def add(add: Any) -> None:
         type=path,
         required=True,
         metavar="FILE.pt|FILE.safetensors",
-        help="what is written",
+        help="file to write",
     )
-    add_switch(add, "--ema", "the averages of weights that --ema made")
-    add_json(add, "print what was written where as JSON")
+    add_switch(add, "--ema", EMA)
+    add_json(add, "print what was written as JSON")
 
 
 def export_command(arguments: argparse.Namespace) -> int:

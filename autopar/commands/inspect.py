@@ -19,7 +19,7 @@ EXAMPLES = ("autopar inspect plan", "autopar inspect plan --rank 3")
 def add(add: Any) -> None:
     """Adds the command's arguments."""
     add.set_defaults(command=inspect_command)
-    add.add_argument("plan", type=path, help="or the directory of a checkpoint")
+    add.add_argument("plan", type=path, help="directory of a plan or a checkpoint")
     add.add_argument(
         "--rank", type=number("rank"), help="print the module that a rank runs"
     )

@@ -25,14 +25,15 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         left_out = action.option_strings and not action.required
         if not left_out or "default: " in told or action.default == argparse.SUPPRESS:
             return told
-        names = {True: "yes", False: "no"}
-        usual = action.default
-        if isinstance(usual, tuple):
-            usual = " ".join(usual)
-        if usual is None or usual == []:
-            return f"{told} (default: none)"
-        known = names[usual] if isinstance(usual, bool) else str(usual)
-        return f"{told} (default: {known.replace('%', '%%')})"
+        return f"{told} (default: {shown_default(action.default).replace('%', '%%')})"
+
+
+def shown_default(value: Any) -> str:
+    """The text of help for the value of a flag that is left out."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    value = " ".join(value) if isinstance(value, tuple) else value
+    return "none" if value in (None, [], "") else str(value)
 
 
 class Parser(argparse.ArgumentParser):

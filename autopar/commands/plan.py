@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.commands.arguments import (
+    SEARCH,
     SEQ,
     add_batch_sizes,
     add_json,
@@ -39,7 +40,7 @@ from autopar.reports.op_sharding_table import op_sharding_table
 from autopar.reports.plans import layers_notes, plans_table, precision_notes
 from autopar.terminal import command
 
-# Those of a whole run; what memory a device has is told with the devices.
+# Options of the planner; --memory stands with the devices.
 DECISIONS = (
     *options_of(SEARCHED),
     *(name for name in options_of(OF_ALL) if name != "memory"),
@@ -63,30 +64,31 @@ def add(add: Any) -> None:
         "--op-shardings",
         "--labels",
         action=argparse.BooleanOptionalAction,
-        help="decide for each op what an axis splits: of the best plans whatever they "
-        "take, or of none (default: of those that it could make the fastest)",
+        help="choose for each op what an axis splits, in all of the best plans or in "
+        "none (default: in those that it could make the fastest)",
     )
-    add_seed(add, "of weights and dropout")
+    add_seed(add, "weights and dropout")
     add.add_argument(
-        "-o", "--output", type=path, metavar="DIR", help="write the best plan"
+        "-o", "--output", type=path, metavar="DIR", help="folder for the best plan"
     )
     add_switch(
         add,
         "--compile",
-        "and compile and prove it there, as `autopar compile MODEL --plan DIR -o "
-        "DIR` does, without another process's imports",
+        "also compile and prove the best plan in DIR, as `autopar compile MODEL "
+        "--plan DIR -o DIR` does",
     )
     add_json(add)
 
 
 def add_decisions(add: Any, names: Sequence[str] = DECISIONS) -> None:
-    """Add the flags of what a search may find, or be given. names: of `DECISIONS`."""
+    """Adds flags for what a search may decide. names: of `DECISIONS`."""
     add.add_argument(
         "--mesh",
         type=text,
-        help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"',
+        help='axes that are decided already, as "tp=2"; or sizes alone, as "4,2"',
     )
-    add_options(add, names, left_out="searched for")
+    searched = options_of(SEARCHED)
+    add_options(add, names, {name: SEARCH * (name in searched) for name in names})
 
 
 def read_request(arguments: argparse.Namespace, cluster: Cluster) -> PlanRequest:

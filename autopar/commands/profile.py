@@ -62,37 +62,37 @@ def add(add: Any) -> None:
         "--ranks",
         type=numbers(HERE),
         metavar="N,M",
-        help="processes that plans will have; under torchrun: as many as run",
+        help="numbers of processes that plans will have; under torchrun: its own",
     )
     add.add_argument(
         "--seq",
         type=number("seq"),
         default=usual.seq,
         metavar="N",
-        help="tokens, of hf: models",
+        help="tokens of a sample, for hf: models",
     )
     add.add_argument(
         "--samples",
         type=number("samples"),
         default=SAMPLES,
         metavar="N",
-        help="the most in a microbatch",
+        help="largest number of samples in a microbatch",
     )
-    add_seed(add, "of weights")
+    add_seed(add, "weights")
     add.add_argument(
         "--seconds",
         type=number("seconds"),
         default=usual.seconds,
-        help="that messages are measured for, roughly",
+        help="time for measuring messages, roughly",
     )
     add.add_argument(
         "-o",
         "--output",
         type=path,
         metavar="FILE",
-        help="where it is kept (default: in the cache)",
+        help="file of the profile (default: in the cache)",
     )
-    add_switch(add, "--show", "print what is known")
+    add_switch(add, "--show", "print what is known, and measure nothing")
     add_json(add)
 
 

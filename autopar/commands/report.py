@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.commands.arguments import add_json, add_switch, path
-from autopar.commands.devices import add_devices, read_devices
+from autopar.commands.devices import add_compiled, add_devices, read_devices
 from autopar.passes.errors import AutoparError
 from autopar.progress import Progress
 from autopar.reports.html.gather import Wanted, plan_data
@@ -28,7 +28,7 @@ def add(add: Any) -> None:
         *("-o", "--output"),
         type=path,
         metavar="FILE",
-        help="the page (default: PLAN.html)",
+        help="page to write (default: PLAN.html)",
     )
     add.add_argument(
         "--log",
@@ -36,12 +36,10 @@ def add(add: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="of autopar run --log-file; those in the directory are taken as it is",
+        help="log of `autopar run`, beside those in the plan's directory",
     )
-    add_switch(add, "--formulas", "capture the model for its formulas")
-    add_switch(
-        add, "--compiled", "by what compiling measured, though there is an estimate"
-    )
+    add_switch(add, "--formulas", "show formulas, for which the model is captured")
+    add_compiled(add)
     add_devices(add, required=False)
     add_json(add, "print the page's data as JSON, and write no page")
 

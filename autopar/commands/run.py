@@ -6,26 +6,24 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from autopar.commands.arguments import (
     MODEL,
-    Several,
     add_backend,
     add_json,
-    number,
     path,
     text,
 )
 from autopar.commands.config_file import add_config, config_text, helps_of, with_config
 from autopar.commands.parser import UsageError
+from autopar.commands.run_field import add_field
 from autopar.commands.run_model import ModelToRun, add_planning, check_decided, is_model
 from autopar.commands.run_nodes import add_nodes, launch_node, wants_nodes
 from autopar.passes.mesh import MeshError
-from autopar.passes.ranges import RANGES
 from autopar.planner.planned import mesh_of
 from autopar.runtime.launch.launch import launch
 from autopar.runtime.launch.nodes import check_launch, torchrun_for
@@ -53,28 +51,13 @@ def add(add: Any) -> None:
     )
     for each in fields(RunOptions):
         if each.metadata:
-            add_field(add, each)
+            add_field(add, each.name)
     add_backend(add)
     add_json(add, "print one object for each step")
     add_planning(add)
     add_nodes(add)
     add_config(add)
     add.set_defaults(parser=add)
-
-
-def add_field(add: Any, each: Field[Any]) -> None:
-    """Add the flag of an option of the run."""
-    told = dict(each.metadata)
-    if each.name in RANGES:
-        told["type"] = number(each.name)
-    elif isinstance(each.default, bool):
-        told["action"] = argparse.BooleanOptionalAction  # a file may say yes
-    elif "choices" not in told:
-        told["type"] = text if "str" in str(each.type) else path
-    if isinstance(each.default, tuple):
-        told["action"] = Several
-    flag = f"--{each.name.replace('_', '-')}"
-    add.add_argument(flag, default=each.default, **told)
 
 
 def run_command(arguments: argparse.Namespace) -> int:

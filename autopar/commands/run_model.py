@@ -52,8 +52,8 @@ DECIDING = (
 
 
 def add_planning(add: argparse.ArgumentParser) -> None:
-    """Add what a plan is made from, if a model is given."""
-    group = add.add_argument_group("of a MODEL, which is planned first")
+    """Adds the flags that decide on the plan of a MODEL."""
+    group = add.add_argument_group("for a MODEL, which is planned first")
     add_devices(group, required=False)
     usual = f"those of the model's own batch, else two a device, at least {SAMPLES}"
     add_batch_sizes(group, usual)
@@ -62,7 +62,7 @@ def add_planning(add: argparse.ArgumentParser) -> None:
         "--plans",
         type=path,
         metavar="DIR",
-        help=f"where plans are kept, each in a folder (default: {PLANS})",
+        help=f"folder in which each plan gets its own (default: {PLANS})",
     )
 
 

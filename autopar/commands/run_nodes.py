@@ -15,25 +15,25 @@ from autopar.training.options import RunOptions
 
 
 def add_nodes(add: argparse.ArgumentParser) -> None:
-    """Add what a run on several nodes is told."""
+    """Adds the flags of a run on several nodes."""
     group = add.add_argument_group("on several nodes, by the same command on each")
     group.add_argument(
         "--nodes",
         type=text,
         metavar="N|MIN:MAX",
-        help="how many; with a range, training goes on when one is lost or comes",
+        help="number of nodes; with a range, nodes may be lost and come",
     )
     group.add_argument(
         "--rendezvous",
         type=text,
         metavar="HOST:PORT",
-        help="where they meet: the name of one of them, and a port that is free there",
+        help="where nodes meet: the name of one of them, and a port that is free there",
     )
     group.add_argument(
         "--ranks-per-node",
         type=number("ranks_per_node"),
         metavar="N",
-        help="of each of them (default: its GPUs, or 1 without GPUs)",
+        help="ranks of each node (default: its GPUs, or 1 without GPUs)",
     )
 
 

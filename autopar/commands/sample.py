@@ -6,7 +6,16 @@ import argparse
 import json
 from typing import Any
 
-from autopar.commands.arguments import MODEL, add_json, add_switch, number, path, text
+from autopar.commands.arguments import (
+    EMA,
+    MODEL,
+    add_json,
+    add_seed,
+    add_switch,
+    number,
+    path,
+    text,
+)
 from autopar.passes.ranges import shown
 from autopar.progress import Progress
 from autopar.runtime.launch.join import default_device
@@ -22,21 +31,19 @@ def add(add: Any) -> None:
     """Adds the command's arguments."""
     add.set_defaults(command=sample_command)
     add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
-    add.add_argument("--prompt", type=prompt, required=True, help="text to go on with")
+    add.add_argument("--prompt", type=prompt, required=True, help="text to continue")
     usual = Sampling()
+    add_seed(add, "the tokens that are drawn")
     for name, told in (
-        ("tokens", "to write"),
-        ("temperature", "that logits are divided by; 0: the likeliest token each time"),
-        ("top_k", "of the likeliest so many tokens; 0: of all"),
-        ("seed", "of what is drawn"),
+        ("tokens", "number of tokens to write"),
+        ("temperature", "divides the logits; 0: always the likeliest token"),
+        ("top_k", "draw only from so many of the likeliest tokens; 0: from all"),
     ):
         flag = f"--{name.replace('_', '-')}"
         default = getattr(usual, name)
         add.add_argument(flag, type=number(name), default=default, help=told)
-    add.add_argument(
-        "--model", type=text, help=f"if it is not where the run had it: {MODEL}"
-    )
-    add_switch(add, "--ema", "the averages of weights that --ema made")
+    add.add_argument("--model", type=text, help=f"{MODEL} (default: the run's)")
+    add_switch(add, "--ema", EMA)
     add_json(add, "print the prompt and the text as JSON")
 
 

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from autopar.commands.arguments import add_json, add_switch, path
-from autopar.commands.devices import add_devices, read_devices
+from autopar.commands.arguments import add_json, path
+from autopar.commands.devices import add_compiled, add_devices, read_devices
 from autopar.progress import Progress
 from autopar.reports.simulated import simulated
 from autopar.reports.simulation import run_data, run_text
@@ -23,10 +23,10 @@ def add(add: Any) -> None:
     """Adds the command's arguments."""
     add.set_defaults(command=simulate_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
-    add.add_argument("--trace", type=path, metavar="FILE", help="for Perfetto")
-    add_switch(
-        add, "--compiled", "by what compiling measured, though there is an estimate"
+    add.add_argument(
+        "--trace", type=path, metavar="FILE", help="trace to write, for Perfetto"
     )
+    add_compiled(add)
     add_devices(add, required=False)
     add_json(add)
 

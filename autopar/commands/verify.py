@@ -39,7 +39,7 @@ def add(add: Any) -> None:
     add_switch(
         add,
         "--as-given",
-        "with the model's own weights and batch (default: with drawn ones)",
+        "use the model's own weights and batch (default: drawn ones)",
     )
     add_backend(add)
     add_switch(add, "--all", "one row for each parameter")

@@ -1,4 +1,4 @@
-"""What a run can be told, said once: fields, flags and their help."""
+"""The options of a run, declared once: fields, flags and their help."""
 
 from __future__ import annotations
 
@@ -32,49 +32,54 @@ def option(default: Any, help: str, **flag: Any) -> Any:
 class RunOptions:
     """Numbers are in the range of their name, see `passes.ranges`."""
 
-    steps: int = option(STEPS, "of the optimizer")
+    steps: int = option(STEPS, "steps of the optimizer")
     epochs: int = option(
-        0, "over the data, each sample once in each; in place of --steps"
+        0, "passes over the data, each sample once in each; in place of --steps"
     )
     data: tuple[str, ...] = option(
         ("synthetic",),
         "stdlib, synthetic, or a file or folder: .bin .npy .txt .jsonl .parquet, or of "
-        "Dataset.save_to_disk; again, for a mixture: a.bin:0.7",
+        "Dataset.save_to_disk; repeated, with weights, for a mixture: a.bin:0.7",
         metavar="PATH[:WEIGHT]",
     )
     tokenizer: Path | None = option(  # noqa: RUF009
-        None, "of text: a folder, or its tokenizer.json; without, a token is a byte"
+        None, "folder of a tokenizer, or its tokenizer.json (default: bytes are tokens)"
     )
     column: str | None = option(
-        None, "of a dataset (default: input_ids, or text, which --tokenizer prefers)"
+        None,
+        "column of a dataset (default: input_ids, else text; --tokenizer prefers text)",
     )
     document_end: str | None = option(
         None,
-        "token after each document (default: the tokenizer's eos_token); its id, where "
-        "data are ids",
+        "token after each document, or its id if data are ids (default: the "
+        "tokenizer's eos_token)",
     )
-    bin_dtype: str = option("uint16", "of a .bin without header", choices=BIN_DTYPES)
+    bin_dtype: str = option(
+        "uint16", "dtype of a .bin file without header", choices=BIN_DTYPES
+    )
     token_cache: Path | None = option(  # noqa: RUF009
-        None, "for tokens made of text (default: beside it)", metavar="DIR"
+        None, "folder for the tokens of text (default: beside it)", metavar="DIR"
     )
-    lr: float = option(3e-4, "learning rate, of AdamW")
+    lr: float = option(3e-4, "learning rate of AdamW")
     lr_schedule: str = option(
-        "constant", "after the warmup; the others end at --min-lr", choices=tuple(DECAY)
+        "constant",
+        "lr after the warmup; all but constant end at --min-lr",
+        choices=tuple(DECAY),
     )
-    warmup: int = option(0, "steps until lr is reached")
-    min_lr: float = option(0.0, "that lr decays to")
+    warmup: int = option(0, "steps in which lr rises to --lr")
+    min_lr: float = option(0.0, "lr at the end of its decay")
     decay_ratio: float = option(0.2, "share of the steps in which wsd decays")
-    beta1: float = option(0.9, "of AdamW")
-    beta2: float = option(0.95, "of AdamW")
-    weight_decay: float = option(0.1, "of AdamW, for parameters of 2 dims or more")
-    clip: float = option(1.0, "the greatest norm of all gradients; 0: as it is")
+    beta1: float = option(0.9, "beta1 of AdamW")
+    beta2: float = option(0.95, "beta2 of AdamW")
+    weight_decay: float = option(0.1, "weight decay of parameters of 2 dims or more")
+    clip: float = option(1.0, "largest norm of all gradients; 0: no clipping")
     ema: float = option(
         0.0,
-        "decay of an average of the weights, as 0.999, which is evaluated too; 0: none",
+        "decay of an average of weights, as 0.999, which is evaluated too; 0: none",
     )
-    seed: int = option(0, "of the data; of a MODEL's weights and dropout, too")
-    eval_every: int = option(0, "steps between evaluations; 0: none")
-    eval_batches: int = option(8, "of an evaluation; 0: all that is held out")
+    seed: int = option(0, "seed of the data; of a MODEL's weights and dropout too")
+    eval_every: int = option(0, "steps between evaluations; 0: no evaluations")
+    eval_batches: int = option(8, "batches of an evaluation; 0: all that is held out")
     eval_fraction: float | None = option(
         None,
         "share of the data, its end, that is held out "
@@ -82,36 +87,43 @@ class RunOptions:
     )
     eval_data: tuple[str, ...] = option(
         (),
-        "evaluate on this, in place of a share of --data; as that",
+        "data to evaluate on, named as --data, in place of a share of it",
         metavar="PATH[:WEIGHT]",
     )
-    log_file: Path | None = option(None, "append JSON lines", metavar="FILE")  # noqa: RUF009
+    log_file: Path | None = option(  # noqa: RUF009
+        None, "file to append JSON lines to", metavar="FILE"
+    )
     log_every: int = option(10, "steps between lines of the log")
-    tensorboard: Path | None = option(None, "for its event files", metavar="DIR")  # noqa: RUF009
+    tensorboard: Path | None = option(None, "folder for event files", metavar="DIR")  # noqa: RUF009
     wandb: str | None = option(
-        None, "of Weights & Biases; WANDB_MODE=offline is heeded", metavar="PROJECT"
+        None, "project of Weights & Biases; heeds WANDB_MODE=offline", metavar="PROJECT"
     )
     profile_steps: str | None = option(
         None,
-        "trace steps A to B on each rank, by torch.profiler, into the folder of --save "
-        "or of the plan",
+        "trace steps A to B on each rank with torch.profiler, into the folder of "
+        "--save or of the plan",
         metavar="A:B",
     )
     on_nonfinite: str = option(
-        "stop", "or skip, which waits for a GPU in each step", choices=ON_NONFINITE
+        "stop",
+        "stop at a loss or gradient that is not finite; or skip its update, for which "
+        "each step waits for the GPU",
+        choices=ON_NONFINITE,
     )
-    reference: bool = option(False, "train the model itself beside, on rank 0")
+    reference: bool = option(False, "also train the model itself, on rank 0")
     timeout: float = option(300.0, "seconds to wait for a rank")
-    save: Path | None = option(None, "for checkpoints", metavar="DIR")  # noqa: RUF009
-    save_every: int = option(0, "steps between checkpoints; 0: the last alone")
-    keep: int = option(2, "how many of the newest checkpoints stay")
+    save: Path | None = option(None, "folder for checkpoints", metavar="DIR")  # noqa: RUF009
+    save_every: int = option(0, "steps between checkpoints; 0: only the last")
+    keep: int = option(2, "number of newest checkpoints that are kept")
     async_save: bool = option(False, "write checkpoints while training goes on")
-    resume: bool = option(False, "go on from the newest checkpoint, if any")
+    resume: bool = option(False, "continue from the newest checkpoint, if any")
     sample_prompt: str | None = option(
-        None, "text that the trained model goes on with at the end", metavar="TEXT"
+        None, "text that the trained model continues at the end", metavar="TEXT"
     )
-    other_data: bool = option(False, "with --resume: train on, with other data")
-    unproved: bool = option(False, "run a plan that nobody proved")
+    other_data: bool = option(False, "with --resume: continue with other data")
+    unproved: bool = option(
+        False, "do without a proof that the plan computes what the model does"
+    )
     # Flags that other commands have too: what runs functions, in place of the plan's,
     # see `passes.plan.BACKENDS`; and one object a line.
     backend: str | None = None

@@ -196,19 +196,6 @@ def test_every_command_has_a_line() -> None:
     assert set(LINES) == set(commands())
 
 
-@pytest.mark.parametrize("command", LINES)
-def test_a_flag_says_what_holds_without_it(command: str) -> None:
-    parser = commands()[command]
-    for action in parser._actions:
-        told = parser._get_formatter()._expand_help(action)
-        assert told, action
-        if action.option_strings and not action.required and action.dest != "help":
-            assert "default: " in told, action
-            usual = action.default
-            if isinstance(usual, str | int | float) and not isinstance(usual, bool):
-                assert f"default: {usual})" in told
-
-
 def test_the_flags_of_compile_are_the_options_of_the_call() -> None:
     """With the same values where they are left out, but for microbatches."""
     asked = parser().parse_args(["compile", "m", "--mesh", "dp=2"])
