@@ -54,17 +54,23 @@ def compile_offline(
     watch, devices = watch_from_environment(), cluster or this_machine
     if cluster is not None:
         cluster.check_holds(plan.mesh)
-    traced = capture_model(model, batch, loss_fn, plan.lowering, outputs)
-    try:
-        program = compile_program(traced, plan, devices, watch, even)
-    except LossNotSeparable as error:
-        if not traced.metrics:
-            raise
-        left = ", ".join(traced.outputs[: traced.metrics])
-        traced = capture_model(model, batch, loss_fn, plan.lowering, outputs, False)
-        program = compile_program(traced, plan, devices, watch, even)
-        note = f"step.metrics is without {left}: {error.message} ({error.source})"
-        program = replace(program, remarks=(*program.remarks, note))
+    notes: list[str] = []
+    metrics: list[str] | None = None
+    while True:
+        traced = capture_model(model, batch, loss_fn, plan.lowering, outputs, metrics)
+        try:
+            program = compile_program(traced, plan, devices, watch, even)
+            break
+        except LossNotSeparable as error:
+            names = traced.outputs[: traced.metrics]
+            are = error.outputs or range(1, 1 + len(names))
+            left = [name for i, name in enumerate(names, 1) if i in are]
+            if not left or 0 in error.outputs:
+                raise
+            metrics = [name for name in names if name not in left]
+            why = f"{error.message} ({error.source})"
+            notes.append(f"step.metrics is without {', '.join(left)}: {why}")
+    program = replace(program, remarks=(*program.remarks, *notes))
     if not prove:
         return program
     proof = prove_program(program, model, batch, traced, loss_fn)
@@ -80,9 +86,8 @@ def proved(
     loss_fn: Callable[..., Any] | None = None,
 ) -> Program:
     """The program with its proof, see `compile_offline`."""
-    metrics = program.metrics > 0
-    precision = program.plan.lowering
-    traced = capture_model(model, batch, loss_fn, precision, program.wanted, metrics)
+    asked = program.plan.lowering, program.wanted, program.metric_names
+    traced = capture_model(model, batch, loss_fn, *asked)
     proof = prove_program(program, model, batch, traced, loss_fn)
     return replace(program, proof=proof)
 

@@ -28,7 +28,22 @@ class ShardingConflict(AutoparError):
 
 
 class LossNotSeparable(AutoparError):
-    """The loss over the batch is not a sum of losses over microbatches."""
+    """The loss over the batch, or another output, is not a sum over microbatches.
+
+    outputs: the numbers of those that are not, of the graph's, the loss being number 0;
+    none where they are not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        source: str = "",
+        fix: str = "",
+        outputs: frozenset[int] = frozenset({0}),
+    ) -> None:
+        super().__init__(message, source=source, fix=fix)
+        self.outputs = outputs
 
 
 class HintError(AutoparError):

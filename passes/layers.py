@@ -1,4 +1,14 @@
-"""Layers that do the same: a graph, layer by layer, and what repeats in it."""
+"""Layers that do the same: a graph, layer by layer, and what repeats in it.
+
+Who works with few of them, what says that they are alike, and how many are left:
+
+    find_repeats       what layers call, by a run without data: two times, to capture
+    repeat_layers      makes the graph of all layers from one of few
+    few_layers         the nodes of a captured graph: four times, to lower
+    find_loops         the nodes of a stage, as functions: a loop of them, to emit
+    shorten            modules, and what they call: three times, for a search to price
+    choose_layers      what a plan does with them: one of each kind, to be proved
+"""
 
 from __future__ import annotations
 

@@ -205,6 +205,11 @@ class Program:
         return tuple(v.name for g in self.updates.values() for v in g.inputs)
 
     @property
+    def metric_names(self) -> list[str]:
+        """Names of the scalars beside the loss."""
+        return list(self.outputs)[: self.metrics]
+
+    @property
     def wanted(self) -> list[str]:
         """Names of the outputs that were asked for."""
         last = len(self.outputs) - len(self.sums)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ def capture_model(
     loss_fn: Callable[..., Any] | None = None,
     precision: Lowering = None,
     outputs: Sequence[str] = (),
-    metrics: bool = True,
+    metrics: Collection[str] | None = None,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, see `trace`, and leave the model as it
     was.
@@ -100,7 +100,7 @@ def kinds_of_layers(
         as_found.put_back()
         chance.put_back()
 
-    call = model, batch, loss_fn, precision, (), True
+    call = model, batch, loss_fn, precision, (), None
     try:
         with methods_shown(model), unlogged():
             return layer_kinds(model, path, partial(run_without_data, *call), put_back)

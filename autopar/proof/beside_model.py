@@ -278,7 +278,7 @@ def _called(untouched: Untouched) -> tuple[_Lines, _Lines]:
 
     try:
         ran = run_without_data(
-            model, batch, loss_fn, precision, (), False, False, captured.in_one
+            model, batch, loss_fn, precision, (), (), False, captured.in_one
         )
     finally:
         as_found.put_back()

@@ -97,7 +97,7 @@ def make_small(
 
     Raises NotShrunk; AutoparError of the passes.
     """
-    how = (program.plan.lowering, program.wanted, program.metrics > 0)
+    how = (program.plan.lowering, program.wanted, program.metric_names)
 
     def capture() -> tuple[Traced, Mapping[str, Tensor]]:
         return capture_model(model, batch, loss_fn, *how), real_values(model)

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +63,7 @@ def trace(
     loss_fn: Callable[..., Any] | None = None,
     precision: Lowering = None,
     outputs: Sequence[str] = (),
-    metrics: bool = True,
+    metrics: Collection[str] | None = None,
     repeats: Repeats | None = None,
     kept: Callable[[], Iterable[tuple[str, Any]]] = tuple,
 ) -> Traced:
@@ -71,9 +71,8 @@ def trace(
 
     precision: what the model runs in, as its code may ask for the dtype of autocast.
     outputs: what is wanted beside the loss of what the model returns, by name, see
-    `Returned`. metrics: whether the scalars of a dict come out too. repeats: of layers
-    that do the same, which are captured once. kept: see
-    `KeptValues`.
+    `Returned`. metrics: which scalars of a dict come out too; None: all. repeats: of
+    layers that do the same, which are captured once. kept: see `KeptValues`.
     Raises CaptureError when the model cannot be captured, changes one of its
     buffers, or returns no scalar loss.
     """
@@ -228,7 +227,7 @@ def run_without_data(
     loss_fn: Callable[..., Any] | None,
     precision: Lowering,
     outputs: Sequence[str],
-    metrics: bool,
+    metrics: Collection[str] | None,
     meta: bool,
     watch: Watch,
     reading: Reading = Reading.SOME,

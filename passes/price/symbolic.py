@@ -133,7 +133,9 @@ def step_flops(short: ShortModel, recompute: str = "none") -> Expr:
     Products only; a multiply-add is two operations, the backward takes twice those of
     the forward, and what is recomputed takes those of the forward again: arXiv
     2104.04473, equation 3, is recompute="full". Causal attention is not discounted.
+    Raises PlanError for a policy that the papers do not have.
     """
+    _check_policy(recompute)
     again = {"full": _everything, "selective": _has_square}.get(recompute, _nothing)
 
     def of(run: int | None) -> Expr:
@@ -154,17 +156,21 @@ def activation_bytes(short: ShortModel, plan: Plan | None = None) -> Expr:
     named, symbols = short.named, Symbols(short.named)
     states = propagate(named, plan).states if plan else {}
     policy = plan.recompute if plan else "none"
-    if policy not in KORTHIKANTI:
-        raise PlanError(
-            f"there is no formula of what recompute='{policy}' keeps",
-            fix=f"use one of {', '.join(KORTHIKANTI)}",
-        )
+    _check_policy(policy)
     total = Integer(0)
     for v, itemsize in _residuals(short, policy):
         dims = named.dims[v.name]
         if not (policy == "selective" and _has_square(dims)):
             total += itemsize * symbols.value(v, dims, states.get(v.name)).numel
     return expand(total)
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in KORTHIKANTI:
+        raise PlanError(
+            f"there is no formula of what recompute='{policy}' keeps",
+            fix=f"use one of {', '.join(KORTHIKANTI)}",
+        )
 
 
 def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -> Expr:

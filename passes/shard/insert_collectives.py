@@ -30,6 +30,7 @@ from ..shard.hoist_reshards import before_view
 from ..shard.propagate import Sharded
 from ..shard.resharding import R, Step, V, transition
 from ..shard.routed import Ways
+from ..shard.separable import outputs_of
 from ..shard.sharding import Sharding
 from ..traced import Traced
 
@@ -104,7 +105,7 @@ def insert_collectives(sharded: Sharded) -> Lowered:
 class _Lowering(ReshardEmitter):
     def __init__(self, sharded: Sharded) -> None:
         super().__init__(sharded)
-        self.plan = sharded.plan
+        self.graph, self.plan = sharded.graph, sharded.plan
         self.sizes = sharded.plan.sizes
         self.views: dict[str, tuple[Node, tuple[Factor, ...]]] = {}
         self.ways = Ways(self.builder, self.dims, self.shardings)
@@ -291,4 +292,5 @@ class _Lowering(ReshardEmitter):
                 "have to be exchanged between microbatches",
                 source=str(where),
                 fix="use microbatches=1, or keep samples independent in the model",
+                outputs=outputs_of([v], self.graph),
             )

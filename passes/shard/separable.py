@@ -6,12 +6,12 @@ need what another one has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..dims.name_dims import Dim, Named
 from ..dims.origins import Origin
 from ..errors import BatchError, LossNotSeparable
-from ..graph import Node, Value
+from ..graph import Graph, Node, Value
 from ..mesh import TIME
 from ..ops.op import op_of
 from ..shard.op_sharding import PASS, OpSharding
@@ -46,6 +46,7 @@ def check_op(
                 source=str(node.location),
                 fix="let the loss be a sum over samples, divided by what depends "
                 "on the batch alone, or use microbatches=1",
+                outputs=outputs_of(node.results, named.graph),
             )
         if op_sharding is None and state.place(TIME):
             raise LossNotSeparable(
@@ -53,7 +54,17 @@ def check_op(
                 "come one after another",
                 source=str(node.location),
                 fix=CUT if op_of(node).view == "part" else TOGETHER,
+                outputs=outputs_of(node.results, named.graph),
             )
+
+
+def outputs_of(values: Iterable[Value], graph: Graph) -> frozenset[int]:
+    """The numbers of the graph's outputs that are computed of some values."""
+    names = {v.name for v in values}
+    for later in graph.nodes:
+        if any(v.name in names for v in later.operands):
+            names.update(v.name for v in later.results)
+    return frozenset(i for i, v in enumerate(graph.outputs) if v.name in names)
 
 
 def check_loss(

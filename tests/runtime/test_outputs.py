@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
-from autopar.passes.errors import AutoparError, CaptureError
+from autopar.passes.errors import AutoparError, CaptureError, LossNotSeparable
 from autopar.passes.program import Program
 from autopar.passes.read_program import read_program
 from autopar.proof.errors import VerificationFailed
@@ -225,15 +225,45 @@ def test_of_what_a_loss_function_returns_too() -> None:
 
     plan = make_plan("dp=2", microbatches=2)
     program = compile_offline(of.model, of.batch, plan, losses)
-    assert not program.outputs
+    assert [*program.outputs] == ["z"]
     (note,) = [note for note in program.remarks if "step.metrics" in note]
-    assert "without perplexity, z" in note and "exp" in note
+    assert "without perplexity: " in note and "exp" in note
     whole = compile_offline(of.model, of.batch, make_plan("dp=2"), losses)
     assert [*whole.outputs] == ["perplexity", "z"]
     want = losses(of.model(**of.batch), of.batch)
     for found in run(of._replace(loss_fn=losses), whole):
         for name, x in found.items():
             torch.testing.assert_close(x, want[name].detach())
+
+
+@pytest.mark.slow
+def test_each_metric_that_cannot_be_shared_out_is_left_out_alone() -> None:
+    of = case()
+
+    def losses(out: Any, batch: Mapping[str, Any]) -> Any:
+        del batch
+        ce, z = out["ce"], out["z"]
+        return {"loss": ce, "perplexity": ce.exp(), "z": z, "ratio": z.log() * z}
+
+    program = compile_offline(
+        of.model, of.batch, make_plan("dp=2", microbatches=2), losses, prove=True
+    )
+    assert program.metric_names == ["z"]
+    notes = [note for note in program.remarks if "step.metrics" in note]
+    assert [note.split()[3] for note in notes] == ["perplexity:", "ratio:"]
+
+
+@pytest.mark.slow
+def test_a_loss_that_cannot_be_shared_out_is_refused_whatever_is_beside_it() -> None:
+    of = case()
+
+    def losses(out: Any, batch: Mapping[str, Any]) -> Any:
+        del batch
+        return {"loss": out["ce"].exp(), "z": out["z"]}
+
+    plan = make_plan("dp=2", microbatches=2)
+    with pytest.raises(LossNotSeparable, match="exp"):
+        compile_offline(of.model, of.batch, plan, losses)
 
 
 def test_a_program_is_read_back_with_them() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,13 +47,13 @@ class LossModule(nn.Module):
         loss_fn: Callable[..., Any] | None,
         static: dict,
         wanted: Sequence[str],
-        with_metrics: bool,
+        metrics: Collection[str] | None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.static = static
-        self.wanted, self.with_metrics = wanted, with_metrics
+        self.wanted, self.metrics = wanted, metrics
         self.beside = Beside()
         self.by_name = False  # see `call_model`
         names = {id(p): name for name, p in model.named_parameters()}
@@ -92,8 +92,9 @@ class LossModule(nn.Module):
                 raise capture_failed(error, self, fields, read) from error
         self.kept.note(self.unseen.known)
         assigned = self._assigned(before)
-        if not self.with_metrics:
-            returned = replace(returned, metrics={})
+        if self.metrics is not None:
+            kept = {k: x for k, x in returned.metrics.items() if k in self.metrics}
+            returned = replace(returned, metrics=kept)
         beside = returned.select(self.wanted)
         self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
         self.beside.assigned = tuple(assigned)
