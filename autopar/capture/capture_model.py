@@ -9,15 +9,16 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopar.capture.chance import Chance
+from autopar.capture.kept_state import State, refuse_state, same
 from autopar.capture.left_as_found import AsFound, Change, counters
 from autopar.capture.methods_shown import methods_shown
 from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.capture.unusable_tensors import refuse_unusable
 from autopar.passes.capture.find_repeats import find_repeats, layer_kinds
+from autopar.passes.capture.forward.kept_values import KeptValues
 from autopar.passes.capture.forward.scripted import refuse_scripted
 from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.trace import run_without_data, trace
@@ -61,23 +62,24 @@ def capture_model(
         as_found.put_back()
         chance.put_back()
 
-    def kept() -> Iterator[tuple[str, Any]]:
-        return ((c.where, c.after) for c in as_found.changes() if c.where not in own)
-
-    def run() -> Traced:
+    def run(kept: KeptValues | None = None) -> Traced:
         # Of a model that it cannot capture, torch prints the graph so far.
         with contextlib.redirect_stderr(io.StringIO()):
             return trace(*call, repeats=repeats, kept=kept)
+
+    state = State(as_found, own)
 
     with methods_shown(model), only_new(), unlogged():
         try:
             repeats = find_repeats(model, partial(run_without_data, *call), put_back)
             with first_changes(model, as_found) as changed:
-                traced = run()
+                traced = run(state.kept)
             as_found.put_back()
             chance.refuse(run)
             as_found.put_back()
             refuse_counters(model, as_found, changed, traced, run)
+            as_found.put_back()
+            refuse_state(state, run)
         finally:
             as_found.put_back()
         left = left_over()
@@ -178,10 +180,3 @@ def computed_with(change: Change, when: str, once: bool = False) -> CaptureError
         f"{change.after!r}, and computes something else with it {when}",
         fix=fix,
     )
-
-
-def same(one: Traced, other: Traced) -> bool:
-    """Whether two captures are of one computation."""
-    if str(one.graph) != str(other.graph):
-        return False
-    return all(torch.equal(x, other.literals[k]) for k, x in one.literals.items())

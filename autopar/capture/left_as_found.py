@@ -53,8 +53,18 @@ class Change:
         kinds = {type(self.before), type(value)}
         if times > 1 and kinds <= {int, float}:
             value = self.before + times * (value - self.before)
-        self.container[self.key] = value
+        if self.key is None:
+            refill(self.container, value)
+        else:
+            self.container[self.key] = value
         return value
+
+
+def refill(container: Any, members: Any) -> None:
+    """Let a list or a set, or what is one, have these members."""
+    container.clear()
+    add = getattr(container, "extend", None) or container.update
+    add(members)
 
 
 @dataclass
@@ -96,9 +106,7 @@ class Container:
 
     def put_back(self) -> None:
         if not isinstance(self.members, dict):
-            self.container.clear()
-            add = getattr(self.container, "extend", None) or self.container.update
-            add(self.members)
+            refill(self.container, self.members)
             return
         now = dict(dict.items(self.container))
         for key in [k for k in now if k not in self.members]:
@@ -246,7 +254,9 @@ class AsFound:
             if function.cache_info().misses != misses:
                 function.cache_clear()
         for tensor, wants in self.tensors:
-            if tensor.requires_grad != wants:
+            if not tensor.is_leaf and not wants:
+                tensor.detach_()  # what wants one was written to it
+            elif tensor.requires_grad != wants:
                 tensor.requires_grad_(wants)
 
 

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..capture.find_repeats import Ran, Watch, with_layers
 from ..capture.forward.call_model import only_by_any_keyword
 from ..capture.forward.fake_tensors import device_of, on_fake_tensors
 from ..capture.forward.guards import Reading
+from ..capture.forward.kept_values import KeptValues
 from ..capture.forward.lean_export import lean_export
 from ..capture.forward.loss_module import LossModule
 from ..capture.forward.on_meta import META
@@ -65,14 +66,15 @@ def trace(
     outputs: Sequence[str] = (),
     metrics: Collection[str] | None = None,
     repeats: Repeats | None = None,
-    kept: Callable[[], Iterable[tuple[str, Any]]] = tuple,
+    kept: KeptValues | None = None,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, for the shapes of the full batch.
 
     precision: what the model runs in, as its code may ask for the dtype of autocast.
     outputs: what is wanted beside the loss of what the model returns, by name, see
     `Returned`. metrics: which scalars of a dict come out too; None: all. repeats: of
-    layers that do the same, which are captured once. kept: see `KeptValues`.
+    layers that do the same, which are captured once. kept: notes what
+    forward keeps.
     Raises CaptureError when the model cannot be captured, changes one of its
     buffers, or returns no scalar loss.
     """
@@ -84,7 +86,7 @@ def trace(
         )
     refuse_hooks(model)
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
-    wrapper.kept.changed = kept
+    wrapper.kept = kept or wrapper.kept
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
     traced = traced or _capture_whole(wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics

@@ -41,6 +41,20 @@ def _value(buffer: Tensor) -> Tensor:
     return buffer
 
 
+def _evaluated(make: Callable[[], Any]) -> Any:
+    """What is made outside of the capture; None where it is another each time."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), _Certain():
+        try:
+            return make()
+        except _AnyValue:
+            return None
+
+
+def _base(x: Tensor) -> Tensor:
+    """What x is a view of, or itself."""
+    return x if x._base is None else x._base
+
+
 @dataclass(frozen=True)
 class _Made:
     """A tensor of the capture, as of which write, how to make it with its values, and
@@ -61,20 +75,34 @@ class KnownValues:
         self.buffers = {k: v for k, v in buffers.items() if v.numel() > 1}
         self.asked: set[str] = set()
         self.made: dict[int, _Made] = {}  # tensors of the capture by their id
+        # Those made of what is constant, whether or not their values are known; and,
+        # with what it is a view of, a tensor that others were written into since.
+        self.constants: dict[int, Tensor] = {}
+        self.versions: dict[int, int] = {}
+        self.tainted: dict[int, Tensor] = {}
 
     def begin(self, captured: Mapping[str, Tensor]) -> None:
         """captured: the buffers, as they are in a capture."""
-        self.made.clear()
+        for noted in (self.made, self.constants, self.versions, self.tainted):
+            noted.clear()
         for name, x in captured.items():
+            self._note_constant(x)
             if name in self.buffers:
                 value = partial(_value, self.buffers[name])
                 self.made[id(x)] = _Made(x, x._version, value, frozenset([name]))
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remembers how a call would be made with the values."""
+        read = {id(x): x for x in tensors((args, kwargs))}
+        of_batch = any(map(self.is_of_batch, read.values()))
+        for x in map(_base, read.values()):
+            if of_batch and self.versions.get(id(x), x._version) != x._version:
+                self.tainted[id(x)] = x
+            self.versions[id(x)] = x._version
+        for x in () if of_batch else tensors(result):
+            self._note_constant(x)
         if not isinstance(result, Tensor):
             return
-        read = {id(x): x for x in tensors((args, kwargs))}
         numbers = tree_leaves((args, kwargs))
         if id(result) in read or any(isinstance(n, UNKNOWN) for n in numbers):
             return
@@ -96,13 +124,25 @@ class KnownValues:
         made = self.made.get(id(x)) if func in READS else None
         if made is None or made.version != x._version:
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), _Certain():
-            try:
-                value = func(made.make())
-            except _AnyValue:
-                return None
-        self.asked |= made.buffers
+        value = _evaluated(lambda: func(made.make()))
+        if value is not None:
+            self.asked |= made.buffers
         return value
+
+    def value(self, x: Tensor) -> Tensor | None:
+        """A tensor with its values, where they are known."""
+        made = self._made(x)
+        return None if made is None else _evaluated(made.make)
+
+    def is_of_batch(self, x: Tensor) -> bool:
+        """Whether a tensor depends on more than constants: the batch, or weights."""
+        if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
+            return False
+        return id(x) not in self.constants or id(_base(x)) in self.tainted
+
+    def _note_constant(self, x: Tensor) -> None:
+        self.constants[id(x)] = x
+        self.versions[id(_base(x))] = x._version
 
     def buffers_of(self, x: Any) -> frozenset[str] | None:
         """The buffers that a tensor was computed of, and of nothing else but what is

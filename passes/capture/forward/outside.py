@@ -22,6 +22,16 @@ from ...nested import tensors
 from ..forward.user_frames import at_work
 
 SAMPLE = 16  # elements of a tensor that are looked at
+# What tells how a tensor is made, and nothing of its values.
+DESCRIBE = frozenset(
+    (
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
+        *(Tensor.stride, Tensor.is_contiguous, Tensor.get_device),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size),
+        *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__),
+        *(Tensor.ndim.__get__, Tensor.requires_grad.__get__),
+    )
+)
 
 
 @dataclass
@@ -74,13 +84,13 @@ def outside_tensors() -> Iterator[dict[int, Outside]]:
         _READ.reset(token)
 
 
-def note_outside(names: dict[int, str], args: Any, result: Any) -> None:
+def note_outside(names: dict[int, str], func: Any, args: Any, result: Any) -> None:
     """Notes the tensors outside that a call reads.
 
     names: of the model's parameters, by their ids: while it is captured the model has
     others in their place. Raises: CaptureError, where one of them wants a gradient.
     """
-    for x in map(_unwrapped, tensors(args)):
+    for x in () if func in DESCRIBE else map(_unwrapped, tensors(args)):
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
             continue  # of the capture
         if x.requires_grad and any(r.requires_grad for r in _floating(result)):
@@ -107,6 +117,14 @@ def _wants_gradient(x: Tensor, name: str | None) -> CaptureError:
             "attribute of the model, so that a graph of the model does not know it",
             source=at_work(),
             fix=f"read it as model.{name} where it is used",
+        )
+    if not x.is_leaf:
+        return CaptureError(
+            f"a tensor of shape {tuple(x.shape)} that lasts from step to step has been "
+            "written to by what wants a gradient, which it has in one step alone",
+            source=at_work(),
+            fix="let forward write into a tensor that it makes, or read what it would "
+            "write: a cache of keys and values is for generating",
         )
     return CaptureError(
         f"a tensor of shape {tuple(x.shape)} wants a gradient, but is no parameter of "

@@ -128,7 +128,7 @@ class Unseen(TorchFunctionMode):
             self.read = tried_by(func, args, error) or self.read
             raise
         if not torch.compiler.is_dynamo_compiling():  # a part, as of torch.cond
-            note_outside(self.names, (args, kwargs), result)
+            note_outside(self.names, func, (args, kwargs), result)
             self.known.note(func, args, kwargs or {}, result)
         self.read = read_by(func, args, result) or self.read
         return self.guards.note(func, args, kwargs or {}, result)

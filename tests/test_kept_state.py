@@ -1,0 +1,142 @@
+"""What one forward keeps in Python and the next one computes with is refused: a step
+begins each time as the first forward did. What is the same in each step, or not read,
+is no state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture.capture_model import capture_model
+from autopar.passes.errors import CaptureError
+
+VOCAB, WIDTH, SEQ = 16, 8, 4
+Mix = Callable[["Keeping", Tensor], Tensor]
+
+
+class Keeping(nn.Module):
+    """mix: x [batch, seq, width] -> as large, with what is kept."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.mix = mix
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.kept: Tensor | None = None
+        self.memory = torch.zeros(2, SEQ, WIDTH)
+        self.count = torch.zeros(())
+        self.several: list[Tensor] = []
+        self.by_name: dict[str, Tensor | tuple[Tensor, int]] = {}
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.mix(self, self.embed(ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def before(self: Keeping, x: Tensor) -> Tensor:
+    y = x if self.kept is None else x + self.kept
+    self.kept = x.detach()
+    return y
+
+
+def recurrent_memory(self: Keeping, x: Tensor) -> Tensor:
+    y = x + self.memory.mean(1, keepdim=True)
+    self.memory = y.detach()
+    return y
+
+
+def grows(self: Keeping, x: Tensor) -> Tensor:
+    self.count = self.count + 1
+    return x * self.count
+
+
+def by_length(self: Keeping, x: Tensor) -> Tensor:
+    self.several.append(x.detach().mean())
+    return x * len(self.several)
+
+
+def moving_average(self: Keeping, x: Tensor) -> Tensor:
+    old, n = self.by_name.get("mean", (torch.zeros(WIDTH), 0))
+    mean = old + 0.1 * (x.detach().mean((0, 1)) - old)
+    self.by_name["mean"] = (mean, n)
+    return x - mean
+
+
+STATES = (before, recurrent_memory, grows, by_length, moving_average)
+
+
+@pytest.mark.parametrize("mix", STATES)
+def test_state_is_refused_by_name(mix: Mix) -> None:
+    model, batch = made(mix)
+    with pytest.raises(CaptureError, match="computes with it in the next step"):
+        capture_model(model, batch)
+    assert model.kept is None
+    assert not (model.several or model.by_name or model.count)
+
+
+def table(self: Keeping, x: Tensor) -> Tensor:
+    if self.kept is None:
+        self.kept = torch.linspace(0.5, 1.5, SEQ)[:, None].cos()
+    self.kept = self.kept.to(x.device)
+    return x * self.kept
+
+
+def written_table(self: Keeping, x: Tensor) -> Tensor:
+    if self.kept is None:
+        self.kept = torch.zeros(SEQ, SEQ)
+        self.kept[:, 0] = 1
+        self.kept[1:, 1:].fill_(0.5)
+    return self.kept @ x
+
+
+def piece_of_table(self: Keeping, x: Tensor) -> Tensor:
+    if "table" not in self.by_name:
+        both = torch.arange(2.0 * SEQ).chunk(2)
+        self.by_name["table"] = both[0][:, None]
+    return x * self.by_name["table"]
+
+
+def balance(self: Keeping, x: Tensor) -> Tensor:
+    self.by_name.clear()
+    self.by_name["balance"] = x.square().mean()
+    return x + self.by_name["balance"]
+
+
+def listed(self: Keeping, x: Tensor) -> Tensor:
+    self.several.append(x.detach().norm())
+    return x
+
+
+def last(self: Keeping, x: Tensor) -> Tensor:
+    if self.kept is not None and self.kept.shape != x.shape:
+        raise ValueError
+    self.kept = x.detach()
+    return x + self.kept
+
+
+@pytest.mark.parametrize(
+    "mix", [table, written_table, piece_of_table, balance, listed, last]
+)
+def test_what_is_the_same_each_time_is_no_state(mix: Mix) -> None:
+    capture_model(*made(mix))
+
+
+def test_a_cache_that_lasts_is_not_written_to_by_what_is_trained() -> None:
+    def cached(self: Keeping, x: Tensor) -> Tensor:
+        self.memory[:] = x
+        return self.memory
+
+    model, batch = made(cached)
+    with pytest.raises(CaptureError, match="lasts from step to step"):
+        capture_model(model, batch)
+    assert not model.memory.requires_grad
+
+
+def made(mix: Mix) -> tuple[Keeping, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    batch = {name: torch.randint(VOCAB, (2, SEQ)) for name in ("ids", "labels")}
+    return Keeping(mix), batch
