@@ -113,7 +113,7 @@ class Dump:
 
 
 def watch_from_environment() -> Watch:
-    """Returns what is done with each pass's result, as the environment asks."""
+    """Returns the observer of passes' results that the environment asks for."""
     directory = os.environ.get("AUTOPAR_DUMP")
     watches: list[Watch] = [Dump(pathlib.Path(directory))] if directory else []
     if os.environ.get("AUTOPAR_CHECK") == "1":

@@ -166,7 +166,7 @@ class HeldState:
                 p.grad.zero_()
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is the first of those that hold the same part of it."""
+        """Whether this rank is the first of those with the same part of a parameter."""
         return is_owner(self.program, self.comm, name)
 
     def everyone(self) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class Option:
 
 
 class Options(TypedDict, total=False):
-    """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
+    """The options of `compile` beside a mesh; those left out are as a `Plan` has them.
 
     See `passes.schedule.make_schedule`, `passes.recompute`, `passes.shard.hints`,
     `passes.shard.parameter_sharding` (ZeRO), `passes.capture.lower_precision` and

@@ -189,7 +189,7 @@ class OtherShapes:
         return pad(batch, shapes, self._fills[_padded_dims(now, wanted)])
 
     def _alike(self, key: Key) -> list[Shapes]:
-        """The shapes of the programs that give what one of this key does."""
+        """The shapes of programs with the outputs that this key has."""
         return [
             dict(sizes) for sizes, *gives in self._executors if (*gives,) == key[1:]
         ]

@@ -20,7 +20,7 @@ PAUSE = 5.0  # seconds between lines elsewhere, and before the first
 
 
 def tell(phase: str, done: int = 0, total: int = 0) -> None:
-    """Say what is being done; of so many, if it has parts: how many are done."""
+    """Shows the phase of the work; of `total` parts, if it has any, `done` are done."""
     if Progress.shown is not None:
         Progress.shown.change(phase, done, total)
 
@@ -48,7 +48,7 @@ class Progress:
         self.phase, self.done, self.total = phase, done, total
 
     def text(self) -> str:
-        """The line as it is now."""
+        """The present line."""
         words = [f"{self.task}:"]
         if self.phase:
             words.append(self.phase)

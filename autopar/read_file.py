@@ -17,7 +17,7 @@ else:
 
 
 class EnvironmentVariableError(AutoparError):
-    """A variable of the environment that is not what it has to be."""
+    """A variable of the environment has a value that it may not have."""
 
 
 def read_text(path: Path, error: type[AutoparError], fix: str = "") -> str:

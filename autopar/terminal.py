@@ -35,7 +35,7 @@ def styled(text: str, style: str, stream: TextIO) -> str:
 
 
 def command(*words: object) -> str:
-    """A command line to copy: what a shell would read otherwise is quoted."""
+    """A command line to copy, quoted for a shell."""
     return shlex.join(map(str, words))
 
 

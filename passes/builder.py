@@ -75,8 +75,8 @@ def needed_nodes(
     needed: set[str],
     counted: Callable[[Node], bool] = lambda node: False,
 ) -> list[Node]:
-    """The nodes that what is needed depends on; what they read is added to it. counted:
-    which nodes stay whatever becomes of their results."""
+    """The nodes that `needed` depends on; their operands are added to it. counted:
+    nodes that stay, whether or not their results are read."""
     kept = []
     for node in reversed(nodes):
         if counted(node) or any(v.name in needed for v in node.results):

@@ -65,7 +65,7 @@ class Amounts:
         return type(self)().plus(self, times)
 
     def plus(self: Own, other: Own, times: float) -> Own:
-        """The record with another one's amounts so many times."""
+        """The record plus `times` another one's amounts."""
         pairs = zip(vars(self).items(), vars(other).values(), strict=True)
         return self.changed(
             **{

@@ -58,7 +58,7 @@ def parse_json(text: str, where: str, error: type[AutoparError], fix: str = "") 
 def decode(
     kind: Any, data: Any, where: str, error: type[AutoparError], fix: str = AGAIN
 ) -> Any:
-    """A value of a type, from what JSON has of it. Raises `error`, naming the place.
+    """Converts JSON into a value of a type. Raises `error`, which names the place.
 
     fix: of each error; "": it says what is wanted.
     """

@@ -105,7 +105,7 @@ class Location:
 
     @classmethod
     def parse(cls, comment: str) -> Location:
-        """Reads what a printed node has behind it."""
+        """Reads the remark behind a printed node."""
         source, _, module = comment.partition("  ")
         return cls(module, source)
 

@@ -51,7 +51,7 @@ BETWEEN_TYPES = re.compile(rf", (?={TYPE}(?: |,|$))")
 
 
 class Call(NamedTuple):
-    """A node's op and arguments, and what is said behind it."""
+    """A node's op and arguments, and the remark behind it."""
 
     op: str
     args: tuple[Any, ...]

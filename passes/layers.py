@@ -91,7 +91,7 @@ class Layers:
 
 
 def longest(path: str, layers: Sequence[Hashable]) -> Repeats | None:
-    """The repetition that spares most, of layers that are told by what they do."""
+    """The repetition that spares the most layers; layers are compared by kind."""
     known: dict[Hashable, int] = {}
     kinds = [known.setdefault(layer, len(known)) for layer in layers]
     best: Repeats | None = None
@@ -109,7 +109,7 @@ def longest(path: str, layers: Sequence[Hashable]) -> Repeats | None:
 
 
 def number_in(path: str, name: str) -> int | None:
-    """The number of the layer of a list in which a name is; None outside of it."""
+    """The number of the layer of a list that a name is in; None outside of it."""
     start, _, rest = name.partition(f"{path}.")
     number = rest.partition(".")[0]
     return int(number) if not start and number.isdecimal() else None
@@ -156,9 +156,9 @@ class Layered:
         self.named = cache(self._named)
 
     def kind(self, part: int, known: int = 0) -> Hashable:
-        """What a layer does; equal to what another one does of the same of its own.
+        """A key of a layer's work, equal for layers that do the same.
 
-        known: parts before that one are not told apart by what they make.
+        known: values of a part before this one count as one.
         """
         return tuple(self._described(node, part, known) for node in self.parts[part])
 
@@ -186,7 +186,7 @@ class Layered:
 
 
 def number_of(node: Node) -> int | None:
-    """The number of an op that draws numbers of its own."""
+    """The number of a node that draws random numbers."""
     return node.arg(NUMBER) if node.op.startswith("autopar.") else None
 
 

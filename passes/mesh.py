@@ -46,7 +46,7 @@ class Axis:
 
     @property
     def splits_samples(self) -> bool:
-        """Whether each of its ranks has samples of its own."""
+        """Whether each rank of the axis has samples of its own."""
         return "batch" in self.splits
 
     @property
@@ -61,7 +61,7 @@ class Axis:
 
     @property
     def splits_only_seq(self) -> bool:
-        """Whether each of its ranks has some rows of all samples."""
+        """Whether each rank of the axis has some rows of all samples."""
         return self.splits == ("seq",)
 
 

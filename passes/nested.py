@@ -28,5 +28,5 @@ def named_tensors(result: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yields each of them, in order."""
+    """Yields the tensors of nested containers, in order."""
     return (x for _, x in named_tensors(tree))

@@ -17,7 +17,7 @@ class Part:
 
 
 def part_name(part: Part, shape: Sequence[int]) -> str:
-    """`h.0.attn.qkv[0:32].weight`: that of the weight goes on to end as it does."""
+    """A part's name, `h.0.attn.qkv[0:32].weight`, which ends as the parameter's."""
     ranges = zip(part.start, shape, part.shape, strict=True)
     texts = [":" if n == whole else f"{at}:{at + n}" for at, n, whole in ranges]
     while texts and texts[-1] == ":":

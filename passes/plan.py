@@ -169,7 +169,7 @@ class Plan:
         self._check_shares()
 
     def _check_axes(self) -> None:
-        """What is decided for each axis is so for one that there can be."""
+        """Checks that decisions are about axes that exist."""
         for axis, dims in self.split.items():
             if axis not in (*AXES, TIME):
                 raise PlanError(
@@ -235,7 +235,7 @@ class Plan:
         return [p.dim for p in self.preferences(axis) if not p.only] == ["batch"]
 
     def preferences(self, axis: str) -> tuple[Preference, ...]:
-        """What an axis splits, first what it prefers."""
+        """The dims that an axis may split, in order of preference."""
         return tuple(map(Preference.parse, self.split.get(axis, ())))
 
     @property
@@ -260,7 +260,7 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What products compute in; None: what they are given."""
+        """The dtype that products compute in; None: that of their operands."""
         return low_dtype(self.lowering)
 
     @property

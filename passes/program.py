@@ -83,7 +83,7 @@ class ParameterSpec:
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks have different parts of it, or some of them none."""
+        """The axes whose ranks hold different parts of a parameter."""
         rows = self.row.slots if self.row else ()
         return (*self.cut_axes, *(a for axes in rows for a in axes))
 
@@ -146,7 +146,7 @@ class StageSpec:
 
     @property
     def footprint(self) -> Footprint:
-        """Returns the bytes of its activations and messages."""
+        """Bytes of a stage's activations and messages."""
         return self.took.footprint
 
 
@@ -217,8 +217,8 @@ class Program:
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """What optimizers are given: the model's parameters, or parts of them. A stage
-        computes with these, and with tensors that several of them are rows of."""
+        """The tensors that optimizers get: the model's parameters, or parts of them.
+        Stages compute with these, and with tensors that stack several of them."""
         specs: dict[str, ParameterSpec] = {}
         for name, spec in self.tensors.items():
             if (sources := self.joined.get(spec.part.source)) is None:
@@ -229,8 +229,7 @@ class Program:
         return specs
 
     def rows_of(self, name: str) -> tuple[str, ...]:
-        """The parameters that are stacked in a tensor of stages; itself, if it is one
-        of them."""
+        """The parameters that are stacked in a stage's tensor; itself, if it is one."""
         return self._rows.get(name, (name,))
 
     @cached_property

@@ -122,14 +122,14 @@ class Repeater:
         return times[-1:] if part >= self.end else times
 
     def moved(self, node: Node, part: int, copies: int) -> Node:
-        """A node as it is so many blocks further on."""
+        """The node, `copies` blocks further on."""
         node = node.substitute(lambda v: self.now(v, part, copies))
         if (number := number_of(node)) is not None:
             node = node.with_args(number=number + copies * self.strides.get(node.op, 0))
         return node.in_module(self.renamed(node.location.module, part, copies))
 
     def copy(self, node: Node, part: int, copies: int) -> Node:
-        """A node of a layer that repeats, so many blocks further on."""
+        """A copy of a layer's node, `copies` blocks further on."""
         node = self.moved(node, part, copies)
         outs = [v and replace(v, name=self.builder.name(v.name)) for v in node.outs]
         for new, old in zip(outs, node.outs, strict=True):
@@ -138,7 +138,7 @@ class Repeater:
         return replace(node, outs=tuple(outs))
 
     def now(self, v: Value, part: int, copies: int) -> Value:
-        """What a part that is so many blocks further on reads in place of a value."""
+        """The value that a part reads in place of `v`, `copies` blocks further on."""
         if v.name in self.few.places:
             return self.then(v.name, copies)
         if v.name in self.constants:  # by their values, whatever layer holds them
@@ -146,7 +146,7 @@ class Repeater:
         return replace(v, name=self.renamed(v.name, part, copies))
 
     def then(self, name: str, copies: int) -> Value:
-        """What is made in place of a value, so many blocks further on."""
+        """The value that is made in place of another, `copies` blocks further on."""
         place, i = self.few.places[name]
         if not copies or place <= FIRST or place >= self.end:
             return self.few.made[place][i]
@@ -156,7 +156,7 @@ class Repeater:
         return self.blocks[block + copies][layer][i]
 
     def renamed(self, name: str, part: int, copies: int) -> str:
-        """A name, as a part has it that is so many blocks further on."""
+        """The name that a part has for another, `copies` blocks further on."""
         path, number = self.repeats.path, number_in(self.repeats.path, name)
         if number is None:
             return name

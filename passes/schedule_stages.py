@@ -65,7 +65,7 @@ def schedule_stages(
 
 
 def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candidate:
-    """What a compiled plan decides, as the planner has it. layers: of each stage."""
+    """The planner's candidate for a compiled plan. layers: of each stage."""
     return Candidate(
         plan.mesh,
         0,  # how many samples the example batch had changes nothing here

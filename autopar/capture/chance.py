@@ -95,7 +95,7 @@ class Chance:
         self.before = [g.read() for g in self.all]
 
     def moved(self) -> Generator | None:
-        """The first one that is not where it was."""
+        """The first generator whose state has changed."""
         pairs = zip(self.all, self.before, strict=True)
         return next((g for g, state in pairs if g.read() != state), None)
 

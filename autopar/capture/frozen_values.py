@@ -107,7 +107,7 @@ def _alive(weak: Callable[[], Any]) -> Any:
 
 
 def _holder(thing: Any) -> Callable[[], Any]:
-    """Returns what returns a thing while it is alive."""
+    """A function that returns a thing while it is alive."""
     try:
         return weakref.ref(thing)
     except TypeError:
@@ -144,7 +144,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a module is."""
+    """The class of a module."""
 
     of: type[nn.Module]
 
@@ -181,7 +181,7 @@ def _member(holder: Any, name: Any) -> Any:
 
 
 class _Reader:
-    """Reads what is at a root, by dotted paths. places: all that was read last."""
+    """Reads values below a root by dotted paths. places: all those read last."""
 
     def __init__(self, names: Names) -> None:
         self.names, self.attributes = names, frozenset(names.any - NOT_READ)
@@ -232,7 +232,7 @@ class _Reader:
         return elements
 
     def _within(self, thing: Any) -> Iterator[tuple[Any, Any]]:
-        """What a thing holds, by name."""
+        """Yields (name, value) of what a thing holds."""
         if isinstance(thing, partial):
             yield from enumerate(thing.args)
             yield from thing.keywords.items()

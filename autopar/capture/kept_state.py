@@ -50,8 +50,7 @@ class State:
         return [(c.where, c.after) for c in changes]
 
     def changes(self) -> list[Change]:
-        """Those of the first forward that can be made again, but for numbers in place
-        of numbers."""
+        """The first forward's changes that can be made again, but for counters."""
         pairs = zip(self.first or (), self.kept.first or (), strict=True)
         made = [replace(c, after=value) for c, (_, value) in pairs]
         return [

@@ -152,7 +152,7 @@ class AsFound:
         return made
 
     def visit(self, where: str, thing: Any) -> None:
-        """Note what is in a thing, and in what it holds."""
+        """Notes the contents of a thing, and what these hold."""
         waiting = [(where, thing)]
         while waiting:
             where, thing = waiting.pop()
@@ -210,7 +210,7 @@ class AsFound:
         return is_users(thing) and (not self.packages or package in self.packages)
 
     def visit_class(self, type_: type) -> None:
-        """Note what a class holds, and what that holds."""
+        """Notes the attributes of a class, and what these hold."""
         entries = dict(vars(type_))
         self.seen.add(id(type_))
         self.classes.append((type_, entries))
@@ -230,7 +230,7 @@ class AsFound:
                 self.visit_class(value)
 
     def changes(self) -> list[Change]:
-        """Entries of containers that are not what they were."""
+        """The entries of containers that have changed."""
         return [
             change for container in self.containers for change in container.changes()
         ]

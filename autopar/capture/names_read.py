@@ -93,7 +93,7 @@ class Names:
             waiting += self._read_code(function)
 
     def _read_code(self, function: FunctionType) -> list[Any]:
-        """Notes what a function reads; returns the globals that are the user's."""
+        """Notes names that a function reads; returns the user's globals it reads."""
         called = []
         first = next(iter(function.__code__.co_varnames), None)
         for code in codes(function.__code__):

@@ -92,7 +92,7 @@ def _pattern(path: str, modules: LayerList, kinds: Kinds = None) -> Layers | Non
 
 
 def _numbers(layers: Sequence[Hashable]) -> list[int]:
-    """The same number for what is alike."""
+    """The numbers of kinds of layers: equal layers have equal numbers."""
     known: dict[Hashable, int] = {}
     return [known.setdefault(layer, len(known)) for layer in layers]
 
@@ -125,7 +125,7 @@ def find_facts(module: nn.Module) -> Facts:
 
 
 def _plain(value: object) -> Hashable:
-    """The same, hashable. Raises TypeError for what is no plain value."""
+    """A hashable form of a plain value. Raises TypeError for others."""
     if isinstance(value, SINGLE):
         return value
     if isinstance(value, list | tuple):
@@ -157,7 +157,7 @@ def without_index(layers: list[Facts]) -> list[Facts]:
 
 
 def _unnumbered(x: object, number: int) -> object:
-    """The same without a number in it; what has none as it is."""
+    """x with a layer's number in it replaced; x itself, if it has none."""
     if type(x) is int and x == number:
         return NUMBERED
     if isinstance(x, str):

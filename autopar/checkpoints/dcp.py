@@ -127,7 +127,7 @@ class Write:
         return self._told(write)()
 
     def finish(self, results: list[list[WriteResult]]) -> None:
-        """Write, on rank 0, what is known of all values. results: by rank."""
+        """Writes, on rank 0, the metadata of all values. results: by rank."""
         self._told(self._writer.finish)(self._known, results)
 
 

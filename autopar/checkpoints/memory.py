@@ -27,8 +27,8 @@ from torch.futures import Future
 
 
 class Reader(StorageReader):
-    """What `torch.distributed.checkpoint` reads tensors from, alike on all ranks, which
-    has no name by which torch could find it. A kind of it says what is there."""
+    """The base of readers for `torch.distributed.checkpoint` from memory: alike on all
+    ranks, and without a path. Subclasses provide the metadata."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -48,7 +48,7 @@ class Reader(StorageReader):
 
 
 class Memory(Reader, StorageWriter):
-    """Holds what ranks write; all of them have this one."""
+    """A checkpoint in memory, which all ranks write to."""
 
     def __init__(self) -> None:
         self.values: dict[MetadataIndex, Tensor | bytes] = {}
@@ -93,7 +93,7 @@ class Memory(Reader, StorageWriter):
 
 
 def done(value: Any) -> Any:
-    """Work that is done, with what came of it."""
+    """A future that is done, with this value."""
     future: Any = Future()
     future.set_result(value)
     return future

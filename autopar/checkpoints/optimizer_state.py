@@ -157,7 +157,7 @@ def made_with(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_made(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Whether an optimizer goes on with what another one stored. Raises:
+    """Checks that an optimizer can go on with what another one stored. Raises:
     CheckpointError."""
     made = made_with(optimizer)
     if not saved:
@@ -204,8 +204,8 @@ def set_state(
 
 
 def _check_kept(optimizer: Optimizer) -> None:
-    """Raises CheckpointError for what an optimizer keeps of parameters beside `state`,
-    as one around another does."""
+    """Raises CheckpointError for state of parameters outside of `state`, as an
+    optimizer that wraps another one keeps."""
     own = vars(optimizer)
     inner = [k for k, v in own.items() if isinstance(v, Optimizer)]
     kept, fix = [k for k in inner if own[k].state is not optimizer.state], ""

@@ -30,7 +30,7 @@ def own_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_same(x: Any, held: Tensor | None) -> bool:
-    """Whether x is what modules hold, or a detached one of all of its memory."""
+    """Whether x is the tensor that modules hold, or all of its memory, detached."""
     if x is held or held is None or not isinstance(x, Tensor) or x.is_meta:
         return x is held
     facts = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, held)]
@@ -68,8 +68,8 @@ class OwnForm:
     def read(
         self, state: Mapping[str, Any], names: Iterable[str], strict: bool
     ) -> tuple[dict[str, Tensor], Any]:
-        """What modules hold, of these names, after they loaded a state dict, without
-        what it leaves as it is; and what `load_state_dict` returns.
+        """Loads a state dict, and returns what modules then hold of these names,
+        without what it left unchanged, and the result of `load_state_dict`.
 
         Raises: ModelMismatch.
         """

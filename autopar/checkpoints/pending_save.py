@@ -131,7 +131,7 @@ class PendingSave(Generic[T]):
 
 
 def _store(ranks: int) -> Any:
-    """What threads of ranks talk by, on a connection of its own."""
+    """A store for threads of ranks, on a connection of its own."""
     if ranks == 1:
         return None
     if not dist.is_initialized():

@@ -85,7 +85,7 @@ def append(path: Path, x: Tensor) -> None:
 def split_files(
     kinds: Mapping[str, TensorKind], file_bytes: int
 ) -> list[dict[str, TensorKind]]:
-    """The tensors of each file, of so many bytes at most, or of one tensor."""
+    """The tensors of each file: at most `file_bytes`, or a single larger one."""
     files: list[dict[str, TensorKind]] = [{}]
     room = file_bytes
     for name, kind in in_file_order(kinds).items():

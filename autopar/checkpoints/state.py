@@ -144,7 +144,7 @@ def remember(
 
 
 def training_state(executor: Executor) -> dict[str, Any]:
-    """What it goes on from, beside weights; see `Step.training_state`."""
+    """The state to resume from beside weights; see `Step.training_state`."""
     state = {"steps": executor.steps, "seed": executor.seed}
     if (scale := executor.loss_scale) is None:
         return state

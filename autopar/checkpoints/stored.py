@@ -27,8 +27,8 @@ Place = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Row:
-    """What is stored of a parameter within an entry of its group: a tensor, or what is
-    no tensor of rows, which all parameters have alike."""
+    """A parameter's value in an entry of its group: a tensor, or a value other than a
+    tensor of rows, which all of its parameters share."""
 
     value: Any
 
@@ -104,7 +104,7 @@ def facts(step: HeldState, optimizer: Optimizer) -> dict[Place, dict[str, Any]]:
 
 
 def check_alike(by_rank: Sequence[Mapping[Place, Mapping[str, Any]]]) -> None:
-    """Whether ranks that hold the same parameters store the same of them. Raises:
+    """Checks that ranks which hold the same parameters store the same of them. Raises:
     CheckpointError; one of them is saved."""
     first: dict[Place, tuple[int, Mapping[str, Any]]] = {}
     for rank, told in enumerate(by_rank):

@@ -144,7 +144,7 @@ def _stands_for(action: argparse.Action, word: str) -> bool:
 
 
 def _value(action: argparse.Action, value: Any, where: str) -> Any:
-    """What the flag would make of it. Raises: ConfigError."""
+    """The value that the flag would have. Raises: ConfigError."""
     if isinstance(action, Several):
         several = value if isinstance(value, list) else [value]
         if not several:

@@ -92,7 +92,7 @@ def add_decisions(add: Any, names: Sequence[str] = DECISIONS) -> None:
 
 
 def read_request(arguments: argparse.Namespace, cluster: Cluster) -> PlanRequest:
-    """The devices, and what of the plan is decided."""
+    """The request for a plan: the devices, and the decisions that flags make."""
     values = {name: getattr(arguments, name) for name in DECISIONS}
     options = {name: value for name, value in values.items() if value is not None}
     # What has names is of our axes here, or a slip of the pen.

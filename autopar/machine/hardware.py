@@ -273,7 +273,7 @@ def node_size(device: Device) -> int:
 
 
 def make_cluster(device: Device, devices: int, node: int | None = None) -> Cluster:
-    """Devices of the table, in nodes (of so many devices) joined by a network."""
+    """A cluster of devices of the table, in nodes of `node`, joined by a network."""
     node = node or node_size(device)
     _, inside, outside, nics = NODES.get(device.name, OTHERS)
     near, far = FABRICS[inside].level(node), FABRICS[outside].level(node, nics)

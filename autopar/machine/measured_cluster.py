@@ -105,7 +105,7 @@ def _not_measured(devices: int) -> str:
 
 
 def how_priced(e: Estimate, cluster: Cluster) -> str:
-    """One line on what an estimate is made of."""
+    """A line on the sources of an estimate."""
     if not cluster.profile:
         return f"priced by the table of hardware, for {cluster.device.name}"
     parts = [f"priced by the profile of {cluster.profile}"]

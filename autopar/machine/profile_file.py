@@ -89,7 +89,7 @@ class Profile:
 
 
 def _compiled_as(old: Timed | None, new: Timed) -> Timed:
-    """What was measured anew, with what is known of it compiled."""
+    """The new measurement, with the old one's compiled seconds if it has none."""
     return new if new.compiled or not old else replace(new, compiled=old.compiled)
 
 

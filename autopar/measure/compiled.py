@@ -50,14 +50,14 @@ def measure_compiled(
 
 
 class _Bounded(CodeCache):
-    """What is compiled within a budget of seconds, of which nobody is told."""
+    """A code cache that compiles within a budget of seconds, silently."""
 
     def __init__(self, directory: Path, budget: float) -> None:
         super().__init__(directory)
         self.late, self._until = False, time.monotonic() + budget
 
     def say(self, line: str) -> None:
-        """One who profiles asked for none of it."""
+        """Says nothing: a user who profiles did not ask to compile."""
 
     def take(self, *args: Any) -> Any:
         self.late = self.late or time.monotonic() > self._until

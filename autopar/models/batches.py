@@ -15,7 +15,7 @@ def samples_of(batch: Mapping[str, Any]) -> int:
 
 
 def with_samples(batch: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """A batch of so many samples: those of a smaller one in turn, or its first."""
+    """The batch with `samples` samples: its own repeated in turn, or its first."""
     own = samples_of(batch)
     made = dict(batch)
     for name, x in batch.items():

@@ -23,7 +23,8 @@ READ, COMPILED, MADE = "autopar/read", "autopar/compiled", "autopar/made"
 
 
 def compiled(directory: Path, prove: bool = True) -> StoredPlan:
-    """What is compiled there; what is only planned is compiled first, and proved."""
+    """Loads a compiled plan; one that is only planned is compiled, and proved,
+    first."""
     if is_planned(directory):
         compile_there(directory, prove)
     return load_plan(directory)

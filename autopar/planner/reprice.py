@@ -40,9 +40,9 @@ def _short_model(record: PlanRecord) -> ShortModel:
 
 
 def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
-    """The cluster of a record, which does not keep what was measured of it.
+    """The cluster of a record, with measurements again, which records do not keep.
 
-    Raises: ClusterError, if that is not in this machine's profile.
+    Raises: ClusterError, if they are not in this machine's profile.
     """
     if not cluster.profile:
         return cluster

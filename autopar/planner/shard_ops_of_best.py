@@ -74,7 +74,7 @@ def shard_ops_of_best(
 
 
 def _inner(candidate: Candidate) -> bool:
-    """Whether it has an axis of which op shardings decide what it splits."""
+    """Whether a candidate has an axis on which op shardings are to be chosen."""
     return any(
         n > 1 and not AXES[a].splits_samples for a, n in candidate.mesh.stage_axes
     )

@@ -257,7 +257,7 @@ def _decode_manifest(folder: Path, manifest: Mapping[str, Any]) -> Manifest:
 
 
 def _read_checked(folder: Path, name: str, wanted: str) -> str:
-    """The text of a file, if it is what was written."""
+    """The text of a file, if its digest is the one that was written."""
     path = folder / name
     if not path.is_file():
         raise _damaged(folder, f"{name} is missing")

@@ -256,7 +256,7 @@ def _compare_calls(untouched: Untouched, seed: int) -> Beside:
 
 
 def _called(untouched: Untouched) -> tuple[_Lines, _Lines]:
-    """What forward calls eagerly, and as it is captured."""
+    """The calls of forward, eager and captured."""
     model, batch, loss_fn = untouched.model, untouched.batch, untouched.loss_fn
     precision, as_found = untouched.precision, AsFound.of(model)
     eager, captured = _Lines(model), _Lines(model)

@@ -89,7 +89,7 @@ def _told_by_number(model: nn.Module, count: int) -> Iterator[list[object]]:
 
 
 def _decided(plan: Plan, layer: str) -> object:
-    """What a plan says of one layer by its number."""
+    """The decisions of a plan on one layer, by its number."""
     tables = [plan.hints, plan.recompute_layers, *plan.op_shardings.values()]
     return [
         (key[len(layer) :], value)

@@ -81,8 +81,8 @@ def result_of_model(
 
 
 def update_errors(ours: StepResult, want: Update | None) -> dict[str, float]:
-    """Returns errors of the norm for clipping, of the weights of each rank, and of
-    what a checkpoint holds."""
+    """The errors of the norm for clipping, of each rank's weights, and of a
+    checkpoint's contents."""
     if want is None:
         return {}
     norm = ours.updated[0].norm

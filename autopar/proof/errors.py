@@ -54,5 +54,5 @@ def relative_error(
 
 
 def worse(error: float, other: float) -> float:
-    """The greater of the two; what is no number is."""
+    """The greater of two errors; nan is greater than any."""
     return max(error, other, key=lambda x: (x != x, x))

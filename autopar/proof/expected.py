@@ -138,7 +138,7 @@ class Draw:
 def _draw_steps(
     subject: Subject, batch: Mapping[str, Any], seed: int, draw: Draw
 ) -> list[Expected]:
-    """Steps of the model on what is drawn; none if it cannot take one of them."""
+    """Runs steps of the model on drawn values; none if it cannot run one of them."""
     model = subject.model
     buffers = draw_buffers(dict(model.named_buffers()), draw.seed)
     steps = []

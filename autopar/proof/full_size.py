@@ -299,7 +299,7 @@ def _check_same(left: list[Call], right: list[Call], rank: int, other: int) -> N
 def _check_messages(
     program: Program, declared: Mapping[tuple[int, str], Mapping[str, Any]]
 ) -> None:
-    """What a stage sends is what the next one receives, forward and backward."""
+    """Checks that a stage sends what the next one receives, forward and backward."""
     for index, (before, after) in enumerate(pairwise(program.stages)):
         for coords, key in before.modules.items():
             left = declared[index, key]

@@ -31,7 +31,7 @@ def in_double(x: Tensor) -> Tensor:
 
 
 def tree_in_double(tree: Any) -> Any:
-    """Turns what is a tensor or a dtype in nested containers into float64."""
+    """Converts tensors and dtypes in nested containers to float64."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, torch.dtype):

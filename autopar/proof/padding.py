@@ -164,7 +164,7 @@ def _first_difference(
     buffers: Mapping[str, Tensor],
     fills: Fills,
 ) -> str | None:
-    """What of a step is another one when a batch is padded."""
+    """The first part of a step that changes when a batch is padded."""
     shapes = {v.name: tuple(v.shape) for v in longer.graph.inputs}
     kinds = {v.name: (v.shape, v.dtype) for v in short.graph.inputs}
     specs = {n: (v.shape, v.dtype) for n, v in longer.parameters.items()}

@@ -238,7 +238,7 @@ def _expect(
     seed: int,
     number: int,
 ) -> Expected:
-    """What the captured graph computes, with what is drawn for it."""
+    """Computes the captured graph on drawn values."""
     traced, key = runnable.traced, (seed << 32) + number
     problem = "it gives no finite numbers"
     drawn = draw_values(traced, runnable.like, batch, seed + number, not runnable.sizes)

@@ -196,7 +196,7 @@ def _start(
     seed: int,
     compiled: CodeCache | None,
 ) -> RankStep:
-    """The step of a rank, which has a copy of its own of everything."""
+    """The step of a rank, with its own copy of everything."""
     held = local_parameters(program, comm, wholes)
     own = {name: x.clone() for name, x in buffers.items()}
     apart = {n: x for n, x in wholes.items() if n not in program.sources}
@@ -209,7 +209,7 @@ def _start(
 
 
 def _batch(program: Program, step: StepInputs) -> dict[str, Tensor]:
-    """What the program takes of it."""
+    """The fields of the batch that the program reads."""
     return {name: step.batch[name] for name in program.inputs}
 
 
@@ -237,7 +237,7 @@ def _own(
 
 @torch.no_grad()
 def _set_weights(step: RankStep, wholes: Mapping[str, Tensor]) -> None:
-    """Writes into the rank's shards, as an optimizer does, and into what is whole."""
+    """Writes into the rank's shards, as an optimizer does, and into whole tensors."""
     for name, p in step.named_parameters():
         p.copy_(_own(step.program, step.comm, name, wholes))
     for name, x in step.unused.items():

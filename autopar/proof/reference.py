@@ -84,7 +84,7 @@ class OurChance(TorchFunctionMode):
 
     @torch.no_grad()
     def draw(self, op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """What one of torch's ops draws, if it does, and we know how."""
+        """The numbers that one of torch's ops draws; None if it is no draw we know."""
         name = "aten." + op.overloadpacket.__name__.removesuffix("_")
         names = [a.name for a in op._schema.arguments]
         defaults = {a.name: a.default_value for a in op._schema.arguments}

@@ -77,7 +77,7 @@ class Runnable:
 
 
 def whole(program: Program, model: nn.Module, traced: Traced) -> Runnable:
-    """The program as it is."""
+    """The program at full size, to run."""
     like = {name: x.cpu() for name, x in real_values(model).items()}
     return Runnable(traced, program, like, all_layers(program), {})
 

@@ -151,7 +151,7 @@ def _save_and_load(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Bitwise; what is no number is the same too."""
+    """Whether two tensors are equal bit by bit; nan equals nan."""
     return torch.equal(a, b) or (
         (a.shape, a.dtype) == (b.shape, b.dtype) and digest(a) == digest(b)
     )
@@ -168,8 +168,8 @@ def _optimizer(parameters: Iterable[nn.Parameter], eps: float) -> torch.optim.Ad
 
 
 def _held(step: RankStep, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that this rank goes on from: parameters, what the optimizer stores, and what
-    every rank has whole."""
+    """The tensors this rank continues from: parameters, optimizer state, and whole
+    buffers."""
     held = {**step.unused}
     held |= {f"buffer {name}": x for name, x in step.executor.buffers.items()}
     for name, p in step.named_parameters():

@@ -279,7 +279,7 @@ def report(
 
 
 def proof_text(program: Program) -> str:
-    """How it was proved, and what of it at full size was not run to its end."""
+    """How a program was proved, and which parts were not run at full size."""
     if program.proof is None:
         return "not proved"
     return "\n".join([str(program.proof), *map(str, program.proof.cut_short)])

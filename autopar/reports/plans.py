@@ -81,7 +81,7 @@ def plans_table(
 
 
 def recomputed(e: Estimate) -> tuple[str, ...]:
-    """What full recomputation leaves out, that others' runs do not."""
+    """Notes how recompute full differs from running whole layers again."""
     if e.whole_layers is None:
         return ()
     return (

@@ -43,7 +43,7 @@ class Share:
 
 
 def shares(program: Program) -> list[Share]:
-    """Reads each stage's first rank, which has the largest part of what is uneven."""
+    """The shares of each stage's first rank, which has the largest uneven parts."""
     mesh, rest = program.mesh, program.plan.parameter_axes
     shares_of_stages = []
     for stage, spec in enumerate(program.stages):

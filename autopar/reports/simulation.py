@@ -61,7 +61,7 @@ def simulate_estimate(
 
 
 def _exposed(stage: StageSeconds) -> dict[str, tuple[Work, ...]]:
-    """Part -> what it waits for."""
+    """Part -> the work that it waits for."""
     exposed: dict[str, list[Work]] = defaultdict(list)
     for w in stage.exposed:
         exposed[w.part].append(Work(w.label, w.seconds, calls=w.calls, bytes=w.bytes))

@@ -31,7 +31,7 @@ class Data(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the data in errors."""
 
     def batch(self, step: int, batch_size: int, seq: int) -> Batch:
         """The batch of a step. Raises: DataError."""
@@ -46,7 +46,7 @@ class Data(Protocol):
         """Data to train with, and the held-out rest: so much of it."""
 
     def digest(self) -> str:
-        """What tells data apart, for a run that goes on."""
+        """A digest of the data, by which a resumed run knows that it is the same."""
 
     def apart(self, index: int) -> Data:
         """The same, with another source of chance."""

@@ -36,5 +36,5 @@ def open_text(tokenizer: str) -> Text:
 
 
 def _from_bytes(ids: Sequence[int]) -> str:
-    """What is no UTF-8 becomes U+FFFD."""
+    """Decodes bytes; those that are no UTF-8 become U+FFFD."""
     return bytes(ids).decode("utf-8", "replace")

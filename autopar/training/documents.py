@@ -109,7 +109,7 @@ def _from_files(path: Path, files: Sequence[Path]) -> Any:
 
 
 class _theirs:
-    """What `datasets` raises, in one line."""
+    """Reraises errors of `datasets`, in one line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -80,7 +80,7 @@ class Evaluation:
         return row | {f"{name}_{METRIC}{key}": value for key, value in metrics}
 
     def _batches(self, step: Step) -> Iterator[tuple[Mapping[str, Tensor], int]]:
-        """What is evaluated, and of how many samples."""
+        """Yields (batch, number of samples to count) to evaluate."""
         if self.options.eval_batches:
             for i in range(self.options.eval_batches):
                 yield self.feed.batch(i), self.feed.samples

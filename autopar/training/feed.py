@@ -62,7 +62,7 @@ class Feed:
         return replace(self, data=train), replace(self, data=held_out)
 
     def steps_of(self, epochs: int) -> int:
-        """Steps of so many epochs. Raises: DataError, where there is none."""
+        """The steps of so many epochs. Raises: DataError, if there are none."""
         samples, seq = self.shape
         assert isinstance(self.data, Epochs), "opened with epochs"
         if steps := self.data.steps(epochs, samples, seq):

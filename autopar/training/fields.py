@@ -57,8 +57,8 @@ def no_end(problem: str) -> DataError:
 def fields_of(
     inputs: Inputs, ids: Tensor, labels: Tensor, end: int | None
 ) -> dict[str, Tensor]:
-    """The fields of a program, each [samples, seq], for tokens ids and what is
-    predicted of them. inputs, end: as checked."""
+    """The fields of a program, each [samples, seq], for token ids and labels. inputs,
+    end: as checked."""
     made = {}
     for name, (_, dtype) in inputs.items():
         if name in LABELS:

@@ -106,5 +106,5 @@ def peak_memory(device: torch.device) -> int:
 
 
 def as_json(row: Row) -> str:
-    """One line; JSON has null for what is not finite."""
+    """A row as one line of JSON; numbers that are not finite are null."""
     return json.dumps({k: v if math.isfinite(v) else None for k, v in row.items()})

@@ -19,7 +19,7 @@ class Writer(Protocol):
     clock: Clock
 
     def wants(self, done: int) -> bool:
-        """Whether to be told of that step; of evaluations it always is."""
+        """Whether the writer takes rows of this step; it takes all evaluations."""
 
     def write(self, row: Row) -> None: ...
 
@@ -63,7 +63,7 @@ class Report:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """The context of what is no part of a step: its seconds do not count."""
+        """Keeps seconds from counting as part of a step."""
         began = perf_counter()
         yield
         for writer in self.writers:

@@ -99,7 +99,7 @@ def save(
     options: RunOptions,
     about: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint after so many steps. about: more that it is to tell of."""
+    """Writes a checkpoint after so many steps. about: more values to store."""
     assert options.save is not None, "a save is due only if there is a place for it"
     extra = {"done": done, "options": trained_by(options, step), **about}
     step.save(

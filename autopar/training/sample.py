@@ -74,7 +74,7 @@ class Origin:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Origin:
-        """Reads what a checkpoint was made of. Raises: CheckpointError."""
+        """Reads what a checkpoint was trained from. Raises: CheckpointError."""
         extra = read_alone(checkpoint, {EXTRA: b""}).get(EXTRA)
         data = extra.get("origin") if isinstance(extra, dict) else None
         if not isinstance(data, dict):

@@ -42,7 +42,7 @@ def open_tokens(name: str, how: Reading = USUAL, bin_dtype: str = "uint16") -> T
 
 
 def check_named(names: Iterable[str]) -> None:
-    """Raises DataError for what is no data by its name; nothing is read."""
+    """Raises DataError for names that can be no data, without reading anything."""
     for name in names:
         if name not in MADE and not _is_saved(Path(name)):
             _files_of(Path(name))

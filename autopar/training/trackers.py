@@ -22,7 +22,7 @@ class TrackerError(AutoparError):
 
 
 class Tracker:
-    """Takes rows every so many steps, and those of evaluations."""
+    """Takes rows at intervals of steps, and those of evaluations."""
 
     def __init__(self, options: RunOptions, done: int) -> None:
         self.options, self.clock = options, Clock(done)

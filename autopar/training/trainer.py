@@ -300,7 +300,7 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(extra)
 
     def _own(self) -> Optimizer:
-        """The optimizer, of which accelerate has made one of its own."""
+        """The user's optimizer, which accelerate may have wrapped."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
 

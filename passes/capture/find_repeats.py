@@ -129,10 +129,10 @@ def _counts(model: nn.Module, path: str) -> list[tuple[dict[str, Any], str]]:
 
 
 def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | None:
-    """What repeats in what a forward calls; None if nothing does.
+    """The repetition in what a forward calls; None if there is none.
 
-    run: the model's forward without data, on the meta device or on fake tensors,
-    within what it is given, which is told of the batch. put_back: after each,
+    run: the model's forward without data, on the meta device or on fake tensors, within
+    the context that it gets, which records the batch. put_back: undoes, after each,
     everything that it changed.
     """
     path = find_list(model, _may_repeat)

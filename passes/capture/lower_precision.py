@@ -110,7 +110,7 @@ class _Lowering:
         return self.casts[v.name, dtype]
 
     def cast_before(self, view: Node, dtype: torch.dtype) -> None:
-        """Make what a view shows once more, of a cast of what it is made of."""
+        """Repeats a view on a cast of its operand."""
         source = view.operands[0]
         low = self.cast(source, dtype, view.location)
         new = view.substitute(lambda v: low if v == source else v)

@@ -39,7 +39,7 @@ Lowering: TypeAlias = torch.dtype | Stream | None
 
 
 def low_dtype(lowering: Lowering) -> torch.dtype | None:
-    """What products compute in; None: what they are given."""
+    """The dtype that products compute in; None: that of their operands."""
     return lowering.dtype if isinstance(lowering, Stream) else lowering
 
 

@@ -122,8 +122,8 @@ def trace(
 def _capture_whole(
     wrapper: LossModule, tensors: Mapping[str, torch.Tensor], precision: Lowering
 ) -> Traced:
-    """What the model computes eagerly; or, if no graph has that, what it says that it
-    does where it is compiled."""
+    """Captures the model as it runs eagerly; where no graph has that, as it says that
+    it runs within torch.compile."""
     wrapper.unseen.guards.begin()
     try:
         traced = _capture(wrapper, tensors, precision)

@@ -48,8 +48,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows in which some iterations of a loop find what they are given, and what is it
-    in the loop that made it. times: these iterations."""
+    """Rows that a loop's operand is read from. value: that the making loop stores in
+    them. times: the reading iterations."""
 
     rows: Rows
     value: Value
@@ -58,7 +58,7 @@ class Source:
 
 @dataclass
 class Part:
-    """One function of a module: what it runs, and what it returns."""
+    """One function of a module: its items and results."""
 
     items: Sequence[Item]
     results: Sequence[Value] = ()
@@ -201,7 +201,8 @@ class HandOver:
                 self._read(number, v)
 
     def _read(self, number: int, v: Value) -> None:
-        """Read by name: of what a loop makes, the last iteration's still has one."""
+        """Notes what is read by name; a loop's results, but for the last, are in
+        rows."""
         if v.name in self.tables:
             return
         for source in range(number, -1, -1):

@@ -20,7 +20,7 @@ PIECE = re.compile(r"\[[^\]]*\]")  # where a piece of a weight lies, in its name
 
 
 class Keys:
-    """Keys in k, of what setup makes, and in b, of what prologue does."""
+    """The keys of setup's results, in k, and of prologue's, in b."""
 
     def __init__(self, stage: LocalStage) -> None:
         nodes = (*stage.setup, *stage.prologue)
@@ -46,9 +46,9 @@ class Keys:
         return self.of[value]
 
     def name_family(self, stem: str, loop: Loop, names: Mapping[int, str]) -> None:
-        """Give keys of one kind to what iterations make, or are given, by the number of
-        the layer that it is of; those that some have already say which. stem: what it
-        is called where it is of no layers."""
+        """Gives keys with one stem and the layer's number to the values of iterations.
+        Values that have a key already give stem and numbers. stem: for values outside
+        of layers."""
         keys = self.by_layer(list(names.values()))
         known = [name for name in names.values() if name in self.of]
         if keys is None and len(names) == 1:
@@ -68,7 +68,7 @@ class Keys:
                 self.of |= new
 
     def by_layer(self, names: Sequence[str]) -> dict[str, str] | None:
-        """Keys of what is the same in several layers, if it is."""
+        """Keys of the same value in several layers; None if they are not the same."""
         places = [self.places[name] for name in names if name in self.places]
         kinds, numbers = {kind for kind, _ in places}, [n for _, n in places]
         if len(places) < len(names) or len(kinds) > 1:
@@ -88,8 +88,8 @@ class Keys:
         return stem
 
     def unused(self, value: str, taken: set[str]) -> str:
-        """q_proj, of what is made of `layers.+3.attn.q_proj.weight` alone; attn_q_proj,
-        if others are called so."""
+        """A free name for a value: q_proj, if made of `layers.+3.attn.q_proj.weight`
+        alone; attn_q_proj, if that is taken."""
         origins = self.origins.get(value, frozenset())
         name = self.names[next(iter(origins))] if len(origins) == 1 else _kind(value)
         return unused(name, taken)
@@ -117,7 +117,7 @@ def _path(parameter: str) -> tuple[str, ...]:
 
 
 def _short(path: Sequence[str], count: int) -> str:
-    """The last parts, so many that are names of modules."""
+    """The last parts of a path, of which `count` name modules."""
     alone = path[-1].isidentifier() and path[-1] != "bias"
     return "_".join(path[-(count if alone else count + 1) :])
 
@@ -160,5 +160,5 @@ def _places(
 
 
 def _kind(name: str) -> str:
-    """A value's name without the number that tells it from others of its kind."""
+    """A value's name without the number that makes it unique."""
     return re.sub(r"(_\d+)+$", "", name)

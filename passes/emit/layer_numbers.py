@@ -98,7 +98,7 @@ def _but_for_ends(numbers: Collection[int], among: Sequence[int]) -> str:
 
 
 def _alike(own: Sequence[int], numbers: Collection[int]) -> bool:
-    """Whether all of them are among some numbers, or none."""
+    """Whether all of `own` are among the numbers, or none."""
     return len({n in numbers for n in own}) < 2
 
 

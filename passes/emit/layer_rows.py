@@ -101,8 +101,8 @@ def _find_cuts(nodes: Sequence[Node], keys: Sequence[Any]) -> dict[int, int]:
 
 
 def _lowest(crossing: Sequence[int], i: int) -> int:
-    """The node from which on no fewer values are handed on: what adds up what is read
-    of a layer may be of the next one."""
+    """The next position with the fewest values across it: sums over what is read of a
+    layer may belong to the next one."""
     while i + 2 < len(crossing) and crossing[i + 1] < crossing[i]:
         i += 1
     return i
@@ -145,8 +145,8 @@ def _end_of_last(
 def _side_by_side(
     nodes: Sequence[Node], keys: Sequence[Any], spans: Sequence[tuple[int, int]]
 ) -> list[Row] | None:
-    """The rows, with None in the place of what others have; None if there are too many
-    kinds of them."""
+    """The rows, with None for nodes that only others have; None if there are too many
+    kinds."""
     own = [tuple(keys[begin:end]) for begin, end in spans]
     kinds = sorted({*own}, key=lambda kind: (-own.count(kind), own.index(kind)))
     if len(kinds) > KINDS:

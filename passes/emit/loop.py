@@ -13,7 +13,7 @@ from ..graph import Node, Value
 
 @dataclass(frozen=True)
 class Varying:
-    """A constant that each of some iterations has its own of. times: these."""
+    """A constant that differs by iteration. times: the iterations."""
 
     values: tuple[int | float, ...]
     times: tuple[int, ...]
@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def outside(self) -> dict[str, Value]:
-        """What the body reads that no iteration has its own of, by name."""
+        """The values, by name, that the body reads from outside of the loop."""
         own = {v.name for node in self.body for v in node.results}
         own |= {c.value.name for c in self.carried}
         own |= {s.value.name for s in self.scanned}

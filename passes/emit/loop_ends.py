@@ -114,7 +114,7 @@ def keys_of(nodes: Sequence[Node | None]) -> list[Any]:
 
 
 def _is_numbered(loop: Loop) -> bool:
-    """Whether what is given by name is named by the number of an iteration."""
+    """Whether all names of operands given by name have an iteration's number."""
     return all(
         numbered([v.name for v in scanned.values]) is not None
         for scanned in loop.scanned

@@ -18,7 +18,7 @@ ENTRY = re.compile(r'(?P<table>b|made)\[(?P<key>"[^"]*")\]')
 
 
 class Index:
-    """The variable of a loop: what is a series in its iterations, as text."""
+    """The variable of a loop, and texts of series in its iterations."""
 
     def __init__(self, loop: Loop) -> None:
         self.count = loop.count

@@ -148,8 +148,8 @@ class _Body:
     # --- what is one value of the body ----------------------------------------------
 
     def join(self, own: Sequence[tuple[int, Node]]) -> None:
-        """Make one of what a node reads of this iteration, or of the one before; or of
-        any, if one reads what was made before that."""
+        """Unites the results that a node reads of this iteration, and those of the one
+        before; all of them, if one reads an older one."""
         for column in zip(*(node.operands for _, node in own), strict=True):
             pairs = zip(own, column, strict=True)
             places = [(t, self.made.get(v.name)) for (t, _), v in pairs]
@@ -176,14 +176,14 @@ class _Body:
         return result
 
     def check_apart(self) -> None:
-        """Raises _Unfit where an iteration makes several of what is to be one value."""
+        """Raises _Unfit where an iteration makes a united value more than once."""
         for one in {self.root(result) for result in self.joined}:
             times = self.times_of(one)
             if len(times) != len({*times}):
                 raise _Unfit
 
     def times_of(self, root: Result) -> list[int]:
-        """The iterations that make what is one value."""
+        """The iterations that make a united value, one for each time it is made."""
         alike = [root, *(one for one in self.joined if self.root(one) == root)]
         return [t for o, _ in alike for t, row in enumerate(self.rows) if row[o]]
 
@@ -225,7 +225,7 @@ class _Body:
     def lasting_value(
         self, times: Sequence[int], ways: Sequence[tuple[int, Result] | None]
     ) -> Value:
-        """What is there until it is made again, if iterations read the last one."""
+        """The value that lasts until it is made again. Raises _Unfit if none fits."""
         results = {way[1] for way in ways if way is not None}
         if None in ways or len(results) > 1:
             raise _Unfit
@@ -238,7 +238,7 @@ class _Body:
         return self.source(result)
 
     def way(self, v: Value, t: int) -> tuple[int, Result] | None:
-        """(how many iterations ago, result) of what is made in the loop."""
+        """(iterations ago, result) of a value that the loop makes; None of others."""
         at = self.made.get(v.name)
         return None if at is None else (t - at[0], self.root(at[1:]))
 

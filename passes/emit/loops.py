@@ -24,9 +24,9 @@ TURNS = 12  # layers that take turns, at most: so many of one kind may be in a p
 
 
 def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item]:
-    """The nodes in order, with those that repeat by layer as loops: of what repeats as
-    it is, or of layers that are not all alike, if that takes fewer statements. tables:
-    names of what is made before, and kept by the number of a layer."""
+    """The nodes in order, those that repeat by layer as loops: over equal layers, or
+    over layers that differ, if that takes fewer statements. tables: names of earlier
+    values that are stored by the number of a layer."""
     (items,) = find_loops_of_parts([nodes], tables)
     return items
 

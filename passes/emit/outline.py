@@ -40,7 +40,7 @@ class Number:
 
 @dataclass(frozen=True)
 class _Run:
-    """Nodes of a part, and of what they make what others read."""
+    """A run of nodes of a part, and those of its results that others read."""
 
     part: int
     first: int
@@ -75,10 +75,9 @@ class Outline:
 
 
 def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
-    """What repeats as functions, and calls of these.
+    """Makes repeated runs of nodes into functions, and calls of these.
 
-    parts: nodes, and names of what of them is read elsewhere, in the order in which
-    they run.
+    parts: nodes, and names of their results that are read elsewhere, in running order.
     """
     # What nobody reads is not returned: it would be there until the call ends. But what
     # makes something again returns the same each time.
@@ -119,7 +118,7 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
 
 
 def _runs(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Iterator[_Run]:
-    """The runs of all parts, with what is read of them once they are over."""
+    """Yields the runs of all parts, with the names that are read after them."""
     remade = find_remade([nodes for nodes, _ in parts])
     for number, (nodes, live_out) in enumerate(parts):
         last = {v.name: i for i, node in enumerate(nodes) for v in node.operands}
@@ -135,7 +134,7 @@ def _runs(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Iterator[_
 
 
 def _key(run: _Run) -> Any:
-    """Equal for runs that one function can do, if it is told the numbers."""
+    """The key that is equal for runs which one function can do, given its numbers."""
     places = run.places
 
     def shape(tree: Any) -> Any:
@@ -171,7 +170,7 @@ def _numbers(tree: Any) -> Iterator[int | float]:
 
 
 def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[Node]]:
-    """The function that does equal runs, and the calls of it."""
+    """The function of equal runs, and its calls."""
     first = group[0]
     rows = [
         [x for node in run.nodes for x in _numbers([node.args, dict(node.kwargs)])]

@@ -59,7 +59,7 @@ class Statements:
             self._dead.pop(name, None)
 
     def end(self, of: Collection[str] | None = None) -> list[str]:
-        """Let go of all that is dead, if one of some names is."""
+        """Frees all that is dead, if one of these names is."""
         if of is None or not self._dead.keys().isdisjoint(of):
             for when in dict.fromkeys(when for _, when in self._dead.values()):
                 own = [name for name, (_, at) in self._dead.items() if at == when]

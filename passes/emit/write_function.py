@@ -77,7 +77,7 @@ class Function:
         residuals: Sequence[Value],
         rows: Sequence[Rows],
     ) -> list[str]:
-        """Unpack what an earlier function left. arguments: what comes as arguments."""
+        """Unpacks residuals and rows of an earlier function. arguments: as they are."""
         for v in arguments:
             self.name(v)
         names = [*map(self.name, residuals), *map(self.rows_name, rows)]
@@ -140,7 +140,7 @@ class Function:
         return body.lines  # the rest goes when the function returns
 
     def _reads(self, item: Item) -> dict[str, Value]:
-        """What an item reads by name."""
+        """The values that an item reads by name."""
         if isinstance(item, Node):
             return {v.name: v for v in item.operands}
         reads = item.outside

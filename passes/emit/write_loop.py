@@ -55,7 +55,7 @@ class LoopWriter:
         self.alike: dict[str, set[str]] = {}
 
     def write(self) -> tuple[list[str], set[str]]:
-        """(statements, names of what is there afterwards and read)."""
+        """(statements, names that are set after the loop and read)."""
         self.take_scanned()
         self.name_handed()
         kept = [r for r in self.function.between.rows if r.loop is self.loop]
@@ -144,7 +144,7 @@ class LoopWriter:
             self.list_given(times, columns, {v.name for own in later for v in own})
 
     def share(self, inside: str) -> None:
-        """Tell what is given that it is one local."""
+        """Notes that all names of the same local are one."""
         own = {n for n in self.inside if self.names.get(n) == self.names[inside]}
         self.alike.update(dict.fromkeys(own, own))
 
@@ -154,9 +154,9 @@ class LoopWriter:
         listed: Mapping[Value, Sequence[Value]],
         others: Collection[str],
     ) -> None:
-        """Put what is given by no rule into a dict, row by row. listed: value of the
-        body -> what it is in these iterations. others: names of what is listed later.
-        """
+        """Puts operands that follow no rule into a dict, row by row. listed: value of
+        the body -> its values in these iterations. others: names that are listed
+        later."""
         function, index = self.function, self.index
         name = function.fresh("given")
         columns = (map(self.text, own) for own in listed.values())
@@ -281,7 +281,7 @@ class LoopWriter:
         return names
 
     def links(self, stays: Collection[str]) -> set[int]:
-        """Places of what is written where it is read, by as many iterations."""
+        """Positions of nodes that are written within the only node that reads them."""
         if not self.function.chains:
             return set()
         function, loop = self.function, self.loop
@@ -309,7 +309,7 @@ class LoopWriter:
             self.end.append((condition, f"{row} {'+=' if early else '='} [{values}]"))
 
     def leave(self) -> set[str]:
-        """Name what is read of the last iteration; returns the names of its values."""
+        """Names the last iteration's values that are read later; returns the names."""
         there = set()
         for inner, final in self.finals.items():
             if final in self.after and final not in self.function.tables:

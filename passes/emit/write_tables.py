@@ -12,7 +12,7 @@ from ..stage.local_stage import LocalStage
 
 
 def tables(s: LocalStage, wholes: Mapping[str, Value]) -> str:
-    """What the executor must know: local shapes of what comes in and goes out.
+    """Writes the executor's tables: local shapes of what comes in and goes out.
 
     wholes: key in g -> gradient of what is gathered for a step.
     """
@@ -63,8 +63,8 @@ def _splits_rows(node: Node) -> bool:
 
 
 def _entries(values: Sequence[Value]) -> str:
-    """A table of shapes by name: layers that are alike by one comprehension, which
-    stands where the first of them does."""
+    """The entries of a table of shapes by name: layers that are alike are one
+    comprehension, at the place of the first."""
     lines: list[str] = []
     for (prefix, rows), numbers in _alike(values).items():
         if len(numbers) < 2:

@@ -21,7 +21,7 @@ ADDED = ("aten.add", "aten.sub")  # a number that is added is no sum
 
 
 def is_jointly_linear(node: Node) -> bool:
-    """Whether shares of each of its operands give shares of its result."""
+    """Whether pending sums of all operands together give pending sums of its result."""
     tensors = sum(isinstance(a, Value) for a in node.args)
     joint = op_of(node).linear == "jointly"
     return joint and (node.name not in ADDED or tensors == 2)

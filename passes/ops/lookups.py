@@ -95,7 +95,7 @@ def pick_on_rank(at: Place, node: Node, local: Node) -> Node:
 
 
 def choose_on_rank(at: Place, node: Node, local: Node) -> Node:
-    """What is chosen may be told, by global position."""
+    """Lets a replay tell what is chosen, by global position."""
     x = node.operands[0]
     position = tuple(at.position(x, dim) for dim in range(len(x.shape) - 1))
     return replace(local, op="comm.choose", args=(*local.args, position))

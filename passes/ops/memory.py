@@ -22,7 +22,7 @@ WRITTEN_IN_PLACE = frozenset(IN_PLACE.values())
 
 
 def arrives_in_place(start: Node) -> bool:
-    """Whether what a message brings is a view of it: a whole that is gathered alone."""
+    """Whether a gathered tensor is a view of the message, which holds it alone."""
     if start.op != "comm.start_gather":
         return False
     (x, *more), (dim, *_) = start.arg("xs"), start.arg("dims")
@@ -71,7 +71,7 @@ def _copies(node: Node, expands: Mapping[str, Node]) -> bool:
 
 @cache
 def _views(shape: Shape, expanded: Shape, viewed: Shape) -> bool:
-    """Whether what is expanded so may be viewed in that shape."""
+    """Whether an expanded tensor may be viewed in that shape."""
     try:
         torch.empty(shape, device="meta").expand(expanded).view(viewed)
     except RuntimeError:

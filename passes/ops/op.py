@@ -290,7 +290,7 @@ def shows_all(node: Node) -> bool:
 
 
 def is_method(node: Node) -> bool:
-    """Whether the node is a view of all of its operand, spelled as a method of that."""
+    """Whether the node is a view of its whole operand, written as a method of it."""
     op = op_of(node)
     whole = op.view in ("shape", "order", "copies")
     return whole and is_usual(node) and bool(op.spelling)

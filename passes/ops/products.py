@@ -197,7 +197,7 @@ def _is_by_weight(node: Node) -> bool:
 
 
 def _is_complex(cts: Cotangents, node: Node) -> bool:
-    """Whether derivatives have conjugates of its operands."""
+    """Whether the derivatives conjugate operands."""
     return node.out.dtype.is_complex
 
 

@@ -106,7 +106,7 @@ def _is(x: Any, number: int) -> bool:
 
 
 def overload(op: str, operand: Any) -> str:
-    """The form of a step's op that takes such an operand, as it is captured."""
+    """The overload of a step's op for such an operand, as it is captured."""
     number = isinstance(operand, int | float) and op not in ("aten.mul", "aten.add")
     return f"{op}.{'Scalar' if number else 'Tensor'}"
 

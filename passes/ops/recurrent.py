@@ -30,7 +30,7 @@ def flops(node: Node) -> int:
 
 
 def _both(name: str, gates: int, states: str, x: str = "x(b, c, d)") -> tuple[Op, Op]:
-    """A layer of width a, without dropout, and one of its steps."""
+    """The op of a layer of width a, without dropout, and the op of one of its steps."""
     weights = f"x({gates} * a, d), x({gates} * a, a), x({gates} * a), x({gates} * a)"
     flags = f"True, 1, 0.0, False, False, {x == 'x(b, c, d)'}"
     layer = f"input({x}, {states.format('1, ')}, ({weights}), {flags})"

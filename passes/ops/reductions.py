@@ -57,7 +57,7 @@ def topmost(node: Node) -> str:
 
 
 def count_of_topmost(node: Node) -> Node:
-    """k, as the local result has it."""
+    """Sets topk's k to that of the local result."""
     shape = node.results[0].shape
     return node.with_args(k=shape[node.arg("dim")]) if shape else node
 
@@ -81,7 +81,7 @@ def norm(node: Node) -> str:
 
 
 def normal_sizes(node: Node) -> Node:
-    """The normalized shape, as the local result has it."""
+    """Sets the normalized shape to that of the local result."""
     count = len(node.arg("normalized_shape"))
     return node.with_args(normalized_shape=node.out.shape[-count:])
 

@@ -24,8 +24,8 @@ def dim_after(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int:
 
 
 def along(node: Node, dim_of: Callable[[Value], int | None]) -> int | None:
-    """The dim of the results that goes along rows, of what is done row by row; None of
-    what is not. dim_of: the dim of an operand that goes along them, if it has any."""
+    """The dim of a node's results along rows, if it works row by row; else None.
+    dim_of: the dim of an operand along rows, if it has one."""
     x, out = node.operands[0], next(v for v in node.outs if v is not None)
     dim = dim_of(x)
     if op_of(node).view == "shape":

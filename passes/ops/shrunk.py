@@ -93,8 +93,8 @@ def quotient(at: Small, node: Node, new: Node) -> Node:
 
 
 def filled(at: Small, node: Node, new: Node) -> Node:
-    """Numbers written among positions speak of sizes, as those do that positions are
-    compared with: of what is nowhere, the sequence's end."""
+    """Shrinks constants written among positions, as those that positions are compared
+    with: beyond the sequence they mean its end."""
     if node.arg("size") is not None:
         new = new.with_args(size=new.out.shape)
     if node.out.dtype not in (torch.int32, torch.int64):
@@ -119,6 +119,6 @@ def limited(at: Small, node: Node, new: Node) -> Node:
 
 
 def two_sizes(_: Small, node: Node, new: Node) -> Node:
-    """eye: of the shape of its result."""
+    """Gives eye the shape of its smaller result."""
     sizes = dict(zip(("n", "m"), new.out.shape, strict=True))
     return new.with_args(**sizes if node.op.endswith(".m") else {"n": sizes["n"]})

@@ -116,7 +116,7 @@ class PartLevels(PartCost):
     levels: Levels = NO_LEVELS
 
     def settled(self) -> PartCost:
-        """The part with the peaks of its levels."""
+        """The part with peaks in place of its levels."""
         fields = dict(vars(self))
         levels: Levels = fields.pop("levels")
         part = PartCost(**fields)

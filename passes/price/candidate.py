@@ -59,7 +59,7 @@ class Candidate:
 
     @cached_property
     def alike(self) -> int:
-        """The ranks that share out what is not of experts."""
+        """The number of ranks that share out parameters other than experts'."""
         return prod(map(self.mesh.axis_size, self.mesh.sharing_axes))
 
     @cached_property

@@ -28,8 +28,8 @@ def stage_accounts(
 def count_once(
     accounts: Sequence[Account], locals_: Sequence[LocalStage], placement: Sequence[int]
 ) -> list[Account]:
-    """The accounts, in which of what several stages use each rank counts one; of a
-    weight's gradient what is between ranks is exchanged."""
+    """The accounts, in which each rank counts once what several of its stages use, and
+    exchanges gradients of weights that other ranks use."""
     held: dict[str, list[int]] = {}
     for i, local in enumerate(locals_):
         for v in (*local.params, *local.buffers):

@@ -180,7 +180,7 @@ def _gaps(timeline: Timeline, rank: int) -> dict[str, list[float]]:
 
 
 def update_seconds(account: Account, device: Device) -> float:
-    """Seconds of the optimizer, by what was measured of it or by what it moves."""
+    """Seconds of the optimizer, as measured, else by its memory traffic."""
     if device.ops.update:
         return account.update
     speed = device.bytes_per_second * device.bandwidth_efficiency

@@ -59,7 +59,7 @@ def fused_traffic(
 
 
 def _roots(nodes: Sequence[Node]) -> dict[str, str]:
-    """Value -> what it is a view of, or itself."""
+    """Value -> the value that it is a view of, or itself."""
     roots: dict[str, str] = {}
 
     def root(v: Value) -> str:

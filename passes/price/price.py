@@ -53,13 +53,13 @@ def _with_made(account: Account, sharing: Sharing, device: Device) -> Account:
 
 
 def _kernels(part: PartCost) -> Kernels:
-    """What it computes."""
+    """The kernels of a part: launches, bytes, FLOPs and known seconds."""
     known = part.measured + part.between + part.beyond
     return Kernels(part.launches, part.moved, part.work, known)
 
 
 def compute(local: LocalStage, device: Device) -> Account:
-    """What a rank's stage computes and moves, without what it holds."""
+    """The account of a rank's stage: computing and traffic, without what it holds."""
     ends = [*local.residuals, *local.ends]
     parts: tuple[tuple[Sequence[Node], Sequence[Value]], ...] = (
         (local.forward, ends),
@@ -150,7 +150,7 @@ def retimed_part(part: PartCost, device: Device) -> PartCost:
 
 
 def _whole(node: Node) -> int:
-    """Bytes of what is gathered, reduced or exchanged."""
+    """Bytes that a node gathers, reduces or exchanges."""
     return max(contributed_bytes(node), sum(v.bytes for v in node.results))
 
 
@@ -164,8 +164,8 @@ def _moves(
 
 
 def _peak(node: Node, device: Device) -> float:
-    """Operations a second, of the type that most of its floating bytes have; of what is
-    added up in another one, the type of what is multiplied."""
+    """Operations a second of the dtype with the most floating bytes; a weight's
+    gradient counts its factors alone."""
     values = (*node.operands, *node.results)
     if op_of(node).flops is of_weight_grad:
         values = node.operands[1:3]

@@ -85,7 +85,7 @@ _axes = lru_cache(maxsize=64)(_Axes)  # candidates of a mesh come in a row
 
 
 class _Shares:
-    """What ranks share out, of one account."""
+    """The costs that ranks share out, for one account and candidate."""
 
     def __init__(self, account: Account, candidate: Candidate) -> None:
         self.account, self.candidate = account, candidate
@@ -107,14 +107,14 @@ class _Shares:
 
     @cached_property
     def shared(self) -> Held:
-        """Bytes, whole, of what is shared out."""
+        """Bytes of parameters that ranks shard, counted whole."""
         held = self.account.held
         return held if self.candidate.data_parallel > 1 else held - self.account.experts
 
     @cached_property
     def pending(self) -> Exchanges:
-        """What is pending on other axes is summed of shares alone, as is what dp ranks
-        replicate of them."""
+        """Pending sums: those on other axes, and of dp's replicas, are over shards
+        only."""
         exchanges = []
         for e in self.account.pending:
             axes = {*e.axes}.difference(self.axes.of_others) | self.axes.replicated
@@ -190,8 +190,8 @@ class _Shares:
 
     @property
     def more_whole(self) -> float:
-        """What is gathered is the cast, if there is one; of shares only shares are
-        cast."""
+        """Bytes that are gathered whole: the cast, if there is one; of shards, only
+        they are cast."""
         casts = self.held.cast - (self.account.held.cast - self.shared.cast)
         return self.whole - self.shared.cast + (casts if self.zero == 3 else 0.0)
 

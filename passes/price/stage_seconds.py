@@ -133,8 +133,8 @@ def part_seconds(
 
 
 def _skew(part: PartCost, name: str, mesh: Mesh, cluster: Cluster) -> Iterator[Exposed]:
-    """Yields what ranks wait for the last of them in a part of one microbatch, along
-    the axes where that is most."""
+    """Yields the seconds that ranks wait for the slowest in a part of one microbatch,
+    along the axes where they wait longest."""
     if shares_cores(cluster):
         return
     meetings = defaultdict[tuple[str, ...], float](float)

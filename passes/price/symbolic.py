@@ -250,7 +250,7 @@ def _parameters(short: ShortModel, run: int | None) -> Expr:
 def _flops(
     short: ShortModel, run: int | None, times: int, again: Callable[[Dims], bool]
 ) -> Expr:
-    """Counts a run's products; twice those that make what is not kept."""
+    """Sums the FLOPs of a run's products; twice those that are recomputed."""
     total = Integer(0)
     named, symbols = short.named, Symbols(short.named)
     for node in named.graph.nodes:

@@ -38,8 +38,8 @@ class NotShrunk(AutoparError):
 
 
 class Order(Enum):
-    """Whether what is larger stays larger: always, wherever it can, or not, but what is
-    different stays so where it can, or not even that: all as small as they can be."""
+    """How far small sizes keep the order of the large ones: strictly, wherever
+    possible, only as to which differ, or not at all, with all as small as can be."""
 
     KEPT, TRIED, DIFFERENT, NONE = range(4)
 

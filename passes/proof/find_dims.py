@@ -69,7 +69,7 @@ def find_dims(text: str) -> frozenset[int]:
 
 
 def _is_dim(call: _Call, argument: str) -> bool:
-    """argument: the text of it, up to the number."""
+    """Whether a number in an argument of a call is a dim. argument: its text so far."""
     kind, _, name = call.callee.partition(".")
     if call.of_ranks:
         return call.argument in OF_RANKS.get(name, ())

@@ -57,8 +57,8 @@ class Uses:
 
 @dataclass(frozen=True)
 class OutOfTurn:
-    """function: of a module. name: of what it takes of layers. large, small: of which,
-    in turn."""
+    """function: of a module. name: of the value it takes. large, small: the layers it
+    takes this from, in turn."""
 
     function: str
     name: str

@@ -270,7 +270,7 @@ class _Reader:
 
 
 def _targets(line: str) -> list[str]:
-    """Names of what a line makes."""
+    """The names that a line assigns."""
     left, equals, _ = line.partition("  # ")[0].strip().partition(" = ")
     named = TARGET.match(ENTRY_OF.sub("_", left)) if equals else None
     return re.findall(r"[A-Za-z_]\w*", left) if named else []

@@ -217,7 +217,7 @@ class Shrinker:
     def _check_look_ups(
         self, old: Node, new: Node, literals: Mapping[str, Tensor]
     ) -> None:
-        """Whether rows are there that a model looks up by numbers of its own."""
+        """Checks that the rows which a model looks up by constants exist."""
         for dim, at in looked_up(old):
             while (made := self.made.get(at.name)) and _is_same(made):
                 at = made.operands[0]
@@ -243,7 +243,7 @@ class Shrinker:
 
 
 def _is_same(node: Node) -> bool:
-    """Whether it gives its operand, or what is copied of a number in the code."""
+    """Whether a node returns its operand: a view, a copy, or a lifted constant."""
     return is_view(node) or node.name in ("aten.lift_fresh_copy", "aten.clone")
 
 

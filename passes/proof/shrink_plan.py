@@ -211,8 +211,8 @@ def find_splits(sharded: Sharded) -> dict[Dim, frozenset[Split]]:
 
 
 def find_longest(sharded: Sharded, extents: Extents) -> frozenset[Bound]:
-    """Extents of a parameter's dims are at most the longest of them: which that is
-    decides what `split_parameter` splits."""
+    """The bounds on extents of parameters' dims by the longest dim, as that decides
+    which dim `split_parameter` splits."""
     named, pairs = sharded.named, set[tuple[int, int]]()
     for v in named.graph.params if sharded.plan.parameter_axes else ():
         sizes = [d.size for dim in named.dims[v.name] for d in dim]
@@ -260,8 +260,8 @@ def thin(kinds: Sequence[object], keep: int) -> list[int]:
 def _thin(
     own: list[int], kinds: Sequence[object], keep: int, shortest: int
 ) -> list[int]:
-    """`thin` of some neighbours. shortest: pattern. What repeats for longest is left as
-    it is but for the repeats; then what comes before and after it has its turn."""
+    """Does `thin` for neighbours: cuts the longest repetition, then those before and
+    after it. shortest: length of a pattern."""
     best, most = (0, 0, 0), 0
     for length in range(shortest, len(own) // (keep + 1) + 1):
         begin = 0

@@ -124,8 +124,8 @@ def _alike(a: Number, b: Number, dim: bool, layers: StageLayers, sizes: Sizes) -
 
 
 def _is_size(number: Number, small: float, sizes: Sizes) -> bool:
-    """Whether numbers are sizes, or one of so many, or the root of that (as scores of
-    attention are scaled)."""
+    """Whether numbers are sizes, their inverses, or the roots of these (as in scaled
+    attention)."""
     large = number.value
     if large == int(large) and small == int(small):
         pairs = sizes.extents if number.whole else sizes.shares

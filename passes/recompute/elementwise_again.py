@@ -25,9 +25,9 @@ SOURCE, SINK = -1, -2
 
 @dataclass(frozen=True)
 class _Storages:
-    """owners: value -> whose memory it shows. sizes: bytes of these. hard: those that
-    an op of the backward reads that is not elementwise; soft: those that others read.
-    crossing: those that several layers read. there: names of what is there anyway."""
+    """owners: value -> its storage. sizes: bytes of storages. hard: storages that a
+    non-elementwise op of the backward reads; soft: that other ops of it read. crossing:
+    that several layers read. there: names of values that are kept anyway."""
 
     owners: Mapping[str, str]
     sizes: Mapping[str, int]
@@ -80,7 +80,7 @@ def _beyond_the_cut(nodes: Sequence[Node], storages: _Storages) -> set[str]:
     open_to: dict[tuple[int, int], None] = {}
 
     def add(root: str, comes: bool) -> int:
-        """comes: whether it is made by what does not run again."""
+        """Adds a storage to the graph. comes: a node that is not run again makes it."""
         if root not in numbers:
             numbers[root] = len(numbers)
         number = numbers[root]

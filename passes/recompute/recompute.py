@@ -119,7 +119,7 @@ def squares(nodes: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
 
 
 def gathered(nodes: Sequence[Node]) -> set[str]:
-    """Names of what is gathered of other ranks, and of what shares its memory."""
+    """Names of values gathered from other ranks, and of those in their memory."""
     made = {v.name for n in nodes if n.op == "comm.all_gather" for v in n.results}
     owners = find_owners(nodes)
     names = (v.name for n in nodes for v in n.results)
@@ -212,7 +212,7 @@ POLICIES: dict[str, Policy] = {
 def _closure(
     names: Collection[str], dropped: Collection[str], producers: Mapping[str, Node]
 ) -> list[Node]:
-    """The forward nodes that make these values from what is kept."""
+    """The forward nodes that compute these values from those that are kept."""
     chosen: dict[int, Node] = {}
     waiting = list(names)
     while waiting:

@@ -81,11 +81,10 @@ NO_BYTES = Footprint(0, 0, 0, 0, 0)
 
 
 def rough_peak(own: Sequence[Footprint], in_flight: int) -> float:
-    """`peak_bytes` of a rank, without its schedule. own: of its stages; in_flight:
-    microbatches at most, on all of them together.
+    """Estimates `peak_bytes` of a rank without its schedule.
 
-    Microbatches are spread over the stages; what is made for a whole step is there for
-    each of them.
+    own: footprints of its stages. in_flight: most microbatches on all of them together,
+    which are spread evenly. What is made for a whole step counts for each stage.
     """
     spread = fmean(of.peak(in_flight) - of.step for of in own)
     return max(spread + sum(of.step for of in own), sum(of.edges for of in own))

@@ -174,7 +174,7 @@ class _Rank:
         return None
 
     def _weight_half(self) -> int | None:
-        """The stage of one that waits."""
+        """The stage of a weight half that waits."""
         halves, done = self.done[Kind.I], self.done[Kind.W]
         for stage in self.stages:
             if done[stage] < halves[stage]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """What one way to decide takes."""
+    """The costs of one way to decide."""
 
     seconds: float
     bytes: int

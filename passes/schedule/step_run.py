@@ -32,10 +32,10 @@ PARTS_OF = {
 
 @dataclass(frozen=True)
 class Work:
-    """Something that takes a rank so many seconds, on one of its streams.
+    """Work that takes a rank some seconds, on one of its streams.
 
-    overlapped: it goes on beside the computing. calls, bytes: of a collective, where
-    they are known.
+    overlapped: it runs beside the computing. calls, bytes: of a collective, where they
+    are known.
     """
 
     label: str
@@ -62,7 +62,7 @@ class StageWork:
     footprint: Footprint = NO_BYTES
 
     def seconds(self, part: str) -> float:
-        """What is overlapped beside the computing counts as far as it is longer."""
+        """Seconds of a part; overlapped collectives count as far as they are longer."""
         computing, moving = self.computing[part], self.collectives.get(part, ())
         overlapped = sum(w.seconds for w in moving if w.overlapped)
         exposed = sum(w.seconds for w in moving if not w.overlapped)
@@ -247,7 +247,7 @@ def _memory(
     rest: float,
     start: float,
 ) -> list[tuple[float, float]]:
-    """Bytes over time: what is alive while each action runs, and after it."""
+    """Bytes over time: (second, bytes alive while an action runs, and after it)."""
     own = [i for i, r in enumerate(timeline.schedule.stage_to_rank) if r == rank]
     ends = rest + sum(stages[i].footprint.edges for i in own)
     footprints = [stage.footprint for stage in stages]

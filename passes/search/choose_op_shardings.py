@@ -166,7 +166,7 @@ class Axis:
         )
 
     def shifted(self, name: OpName, runs: int) -> OpName:
-        """The op's name so many runs later, if it is in one."""
+        """The op's name `runs` runs later, if it is in one."""
         assert self.layers is not None
         number = number_in(self.layers.path, name.module)
         if number is None:
@@ -298,7 +298,7 @@ class OpenPlan:
         return ChosenShardings(there, here, chosen)
 
     def _axis(self, axis: str, here: Plan) -> Axis:
-        """What it may split, beside what the others do."""
+        """The problem of an axis, given the op shardings on the other axes."""
         others = {a: own for a, own in here.op_shardings.items() if a != axis}
         for name, beside, known in self._known:
             if name == axis and beside == others:

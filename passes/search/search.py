@@ -324,7 +324,7 @@ def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
 
 
 def complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Orders candidates: what is simple comes first."""
+    """Orders candidates, the simplest first."""
     return (
         sum(n > 1 for _, n in candidate.mesh.axes),
         candidate.recompute not in ("none", "elementwise"),

@@ -76,7 +76,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class ValueCosts:
-    """What a value costs, by how it is made and needed."""
+    """The costs of a value, by how it is made and needed."""
 
     setting: Setting
     v: Value
@@ -169,5 +169,5 @@ class ValueCosts:
 
 
 def _place(state: State) -> State:
-    """What is split of a value; R: nothing is."""
+    """The place (dim, factor) that a state splits; R if it splits none."""
     return state if isinstance(state, tuple) else R

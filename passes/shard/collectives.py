@@ -21,12 +21,12 @@ def axes_of(node: Node) -> tuple[str, ...]:
 
 
 def contributed_bytes(node: Node) -> int:
-    """Bytes of what a rank brings to a collective."""
+    """Bytes that a rank sends into a collective."""
     moved = node.operands[:1] if node.op in ROUTED else node.operands
     return sum(v.bytes for v in moved)
 
 
 def bytes_of(node: Node, result: Value) -> int:
-    """Bytes of a node's result; of a scatter under way what is sent, and the addends
-    that come."""
+    """Bytes of a node's result; for a scatter under way, of what it sends and the
+    addends that arrive."""
     return result.bytes * (2 if node.op == "comm.start_scatter" else 1)

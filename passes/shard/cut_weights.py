@@ -31,7 +31,7 @@ SPLIT = "aten.split_with_sizes.default"
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter that nothing reads but splits, all of the same sizes along one dim.
+    """A parameter that only splits read, all of the same sizes along one dim.
 
     splits: of it, or of casts of it.
     """
@@ -79,7 +79,7 @@ def _sizes_and_dim(split: Node) -> tuple[tuple[int, ...], int]:
 
 
 def _uses(sharded: Sharded) -> Mapping[str, list[Sharding]]:
-    """Value name -> how each of its uses needs it."""
+    """Value name -> the sharding that each of its uses needs."""
     uses: dict[str, list[Sharding]] = defaultdict(list)
     for node, needs in zip(sharded.graph.nodes, sharded.needs, strict=True):
         for v, need in zip(node.operands, needs, strict=True):
@@ -103,7 +103,7 @@ def _is_worth_it(
 def _pieces(
     consumers: Mapping[str, list[Node]], splits: Iterable[Node]
 ) -> Iterator[Value]:
-    """What splits make, or others make of that."""
+    """Yields the pieces that splits, and splits of their pieces, end with."""
     for v in (v for node in splits for v in node.results):
         readers = consumers.get(v.name, [])
         if readers and all(node.op == SPLIT for node in readers):

@@ -149,7 +149,7 @@ class _Shortener:
         self.end = self.first + (repeats.times - 1) * repeats.period
 
     def few(self, traced: Traced) -> FewLayers:
-        """Raises: NotAlike, where what is left reads what is not."""
+        """The graph with fewer layers. Raises: NotAlike, if it reads one left out."""
         graph, parts = self.layered.graph, self.layered.parts
         nodes = [node for part in parts[: self.start] for node in part]
         nodes += (self.moved(node) for part in parts[self.end :] for node in part)
@@ -199,14 +199,14 @@ class _Shortener:
         return FewLayers(made, repeats)
 
     def moved(self, node: Node) -> Node:
-        """A node behind what is left out."""
+        """A node behind the layers left out, as it reads values without them."""
         module = self.renamed(node.location.module)
         if module is None:
             raise NotAlike
         return node.substitute(self.now).in_module(module)
 
     def now(self, v: Value) -> Value:
-        """What is read there in place of a value."""
+        """The value that is read there in place of `v`."""
         if v.name not in self.layered.places:
             name = self.renamed(v.name)
             if name is None:

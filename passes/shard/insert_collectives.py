@@ -183,7 +183,7 @@ class _Lowering(ReshardEmitter):
         return transition(have.state(axis), need.state(axis), direct)[0]
 
     def hoist_reshard(self, v: Value, need: Sharding, where: Location) -> Value | None:
-        """Move what a value is made of copies of, and take the views of that."""
+        """Reshards a value before its views and copies, where it has fewer bytes."""
         if not self.sends(v, need):
             return None
         views: list[tuple[Node, Sharding]] = []

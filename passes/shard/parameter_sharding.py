@@ -150,11 +150,11 @@ def find_made(nodes: Iterable[Node], sources: Collection[str]) -> dict[str, Node
 def find_gathered(
     nodes: Iterable[Node], sources: Collection[str], whole: Collection[str] = ()
 ) -> dict[str, Node]:
-    """What is made of parameters alone, by an all-gather, what leads to it and what
-    follows it: value name -> its node.
+    """The nodes that make values of parameters alone by an all-gather, those that lead
+    to it, and those that follow: value name -> node.
 
     sources: names of parameters, buffers, and constants. whole: of those among them
-    that stand for what is gathered.
+    that stand for gathered values.
     """
     makers = find_made(nodes, sources)
     needed = set(whole)

@@ -58,7 +58,7 @@ class Sharded:
         return self.states[value.name].exact_text(self.named.dims[value.name])
 
     def verify(self) -> Sharded:
-        """Check that what is said of each value and node fits what it is."""
+        """Checks that shardings fit their values, and that every node has its own."""
         self.graph.verify()
         self.named.verify()
         check_shardings(self.graph, self.named.dims, self.states, self.plan)

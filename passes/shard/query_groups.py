@@ -72,7 +72,7 @@ def ranks_of_keys(groups: Groups, ranks: int) -> int:
 
 
 def divides_groups(groups: Groups, ranks: int) -> bool:
-    """Whether so many ranks of tp get as many heads each."""
+    """Whether `ranks` ranks of tp get equally many heads."""
     keys = ranks_of_keys(groups, ranks)
     return all(k % keys == 0 and q % (ranks // keys) == 0 for k, q in groups)
 

@@ -210,7 +210,7 @@ def _unruled(sharded: Sharded) -> list[str]:
 
 
 def _precision(sharded: Sharded) -> list[str]:
-    """Parameters that are not what an optimizer or the plan's precision wants."""
+    """Remarks on parameters in 16 bits, and on those in 64 beside a precision."""
     dtypes = {v.dtype for v in sharded.graph.params}
     remarks = []
     for dtype in (torch.bfloat16, torch.float16):

@@ -48,8 +48,8 @@ class Step:
     to: State
 
     def collectives(self, flows: bool) -> list[tuple[bool, str, State]]:
-        """Lists what is sent: (whether backward, collective, state that is made).
-        flows: whether a gradient comes back."""
+        """Lists (whether backward, collective, state that it makes). flows: whether a
+        gradient comes back."""
         sent = [] if self.op in LOCAL else [(False, self.op, self.to)]
         if flows and self.dual:
             sent.append((True, self.dual, self.to))

@@ -148,5 +148,5 @@ def first_whole(
 
 
 def _has(named: Named, v: Value, samples: Mapping[int, int]) -> bool:
-    """Whether one of its dims is of samples."""
+    """Whether a dim of a value counts samples."""
     return any(d.key in samples for dim in named.dims[v.name] for d in dim)

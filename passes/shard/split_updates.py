@@ -73,7 +73,7 @@ def split_updates(named: Named) -> Named:
 
 
 class _Splitter:
-    """Finds what is computed of a buffer after the step."""
+    """Splits buffers' new values into sums over ranks, and the rest."""
 
     def __init__(self, named: Named) -> None:
         self.named, self.producers = named, named.graph.producers()

@@ -89,7 +89,7 @@ def block_messages(
 
 
 def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
-    """What is computed with of parameters, by name; of some it is a cast."""
+    """The parameters that are computed with, by name, or their casts."""
     made = (v for node in local.prologue for v in node.results if v.name in casts)
     return {v.name: v for v in (*local.params, *made)}
 
@@ -231,7 +231,7 @@ def _ready(
 
 
 def _only(nodes: Mapping[int, int], row: np.ndarray) -> np.ndarray:
-    """What is beside these nodes, with so much more."""
+    """The levels of these nodes, with their bytes added, and NOTHING elsewhere."""
     own = np.full(row.shape, NOTHING)
     for i, more in nodes.items():
         own[i] = row[i] + more
@@ -280,7 +280,7 @@ def _blocks(uses: Sequence[_Use], left_out: Collection[str] = ()) -> list[list[_
 
 
 class _Alive:
-    """Bytes alive at each of so many nodes."""
+    """Counts bytes alive at each node."""
 
     def __init__(self, nodes: int) -> None:
         self.changes = [0] * (nodes + 1)

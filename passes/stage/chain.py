@@ -94,7 +94,7 @@ class Chain:
         return self._crossings[position]
 
     def main_value(self, position: int) -> Value:
-        """The largest of what crosses, of equals the last."""
+        """The largest value across a position; of equal ones the last."""
         return max(reversed(self.crossing(position)), key=lambda v: v.bytes)
 
     def is_place(self, position: int) -> bool:
@@ -145,7 +145,7 @@ class Chain:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Positions -> what a cut there is called."""
+        """Positions -> names of the cuts there."""
         names: dict[int, str] = {}
         for name in sorted(self._named, key=lambda name: not name):  # "" if no other
             names.setdefault(self._named[name], name)

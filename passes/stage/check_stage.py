@@ -22,8 +22,8 @@ Parts = Mapping[str, Sequence[Node]]
 def part_graphs(
     parts: Parts, params: Iterable[Value], ends: Iterable[Value]
 ) -> list[tuple[str, Graph]]:
-    """Returns a graph of each part that is not empty. Inputs: what it reads of others.
-    Outputs: what others read of it, and those of the ends that it makes."""
+    """Returns the graph of each part that is not empty. Inputs: values of other parts.
+    Outputs: values that others read, and those of `ends`."""
     held = {v.name for v in params}
     wanted = {v.name for v in ends}
     read = {name: values_in([n.operands for n in own]) for name, own in parts.items()}

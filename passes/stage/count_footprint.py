@@ -32,7 +32,7 @@ def footprint(local: LocalStage) -> Footprint:
 
 
 def footprint_of(local: LocalStage, parts: Parts) -> Footprint:
-    """The same; parts: of its storages."""
+    """The footprint of a stage. parts: storages of its forward and backward halves."""
     forward, backward, weight = parts
     owners, sizes = forward.owners, forward.sizes
     residuals = {owners[v.name] for v in local.residuals if v.name in owners}

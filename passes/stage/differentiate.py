@@ -72,7 +72,7 @@ class Joint:
 
     @cached_property
     def run(self) -> Run:
-        """What policies of recomputation choose from."""
+        """The run that policies of recomputation choose from."""
         once = (v for n in self.prologue for v in n.results)
         made = (*once, *self.sources["inputs"], *self.grads.values())
         there = self.standing.union(v.name for v in made)
@@ -81,8 +81,8 @@ class Joint:
 
     @property
     def shared(self) -> Collection[str]:
-        """Names of what stands for what is gathered: of a joint that makes gradients,
-        whole parameters, and casts of them."""
+        """Names that stand for gathered values: in a joint that makes gradients, those
+        of whole parameters and their casts."""
         params = self.sources["params"] if self.made else ()
         return {v.name for v in params} | find_casts(self.prologue, params).keys()
 
@@ -233,7 +233,7 @@ class Draft:
 
 
 def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
-    """Decide what is kept for the backward, and when what is waited for begins.
+    """Decides which values are kept for the backward, and when waits begin.
 
     policies: see `differentiate`.
     """
@@ -341,13 +341,13 @@ def _localized(
 def _standing(
     setup: Iterable[Node], sources: Mapping[str, Iterable[Value]]
 ) -> set[str]:
-    """Names of what is there between steps: what setup made, and what it is made of."""
+    """Names of values that stay between steps: sources and results of setup."""
     held = (v for p in ("params", "buffers", "constants") for v in sources[p])
     return {v.name for v in (*held, *(v for n in setup for v in n.results))}
 
 
 def _boundary(forward: list[Node], standing: set[str]) -> tuple[Value, ...]:
-    """What is made by gathering parameters, and read by what is not."""
+    """The gathered values that nodes read which gather nothing."""
     gathered = find_gathered(forward, standing)
     makers = {id(node) for node in gathered.values()}
     read = {v.name: v for n in forward if id(n) not in makers for v in n.operands}

@@ -61,7 +61,7 @@ class LocalStage:
 
     @property
     def ends(self) -> tuple[Value, ...]:
-        """What forward gives for others: what it sends, outputs, and the loss."""
+        """The values that forward makes for others: sends, outputs, and the loss."""
         return (*self.sends, *self.outputs, *([self.loss] if self.loss else []))
 
     @property
@@ -71,7 +71,8 @@ class LocalStage:
         return part_graphs(self.parts, self.params, filter(None, ends))
 
     def verify(self) -> LocalStage:
-        """Check that each part reads what is there, and writes over what is its own."""
+        """Checks that each part reads what exists, and overwrites only its own
+        values."""
         once = [v for n in (*self.setup, *self.prologue) for v in n.results]
         held = (*self.params, *self.buffers, *self.constants, *self.inputs, *once)
         received = tuple(filter(None, self.d_sends))
@@ -116,7 +117,7 @@ class LocalStage:
 
     @property
     def wholes(self) -> tuple[Value, ...]:
-        """Gradients that are whole during a step, and shares of it afterwards."""
+        """The gradients that are whole during a step, and shards afterwards."""
         held = {p.name for p in self.params}
         return tuple(g for name, g in self.grads.items() if name not in held)
 

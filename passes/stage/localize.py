@@ -28,7 +28,7 @@ class Localizer:
     coords: Mapping[str, int]
 
     def value(self, v: Value) -> Value:
-        """A value of global shape as a rank has it."""
+        """The value in the shape that it has on a rank."""
         if v.name not in self._values:
             sharding, dims = self.shardings[v.name], self.dims[v.name]
             key = id(sharding), id(dims)  # layers that are alike share both

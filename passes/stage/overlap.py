@@ -174,9 +174,9 @@ def scatter_behind(
 def _first_scatters(
     nodes: Sequence[Node], keep: Collection[str]
 ) -> tuple[list[Node], list[list[Node]]]:
-    """The scatters of parameters' gradients that do not follow on another one.
+    """The first scatters of parameters' gradients, and the nodes that follow on each.
 
-    With each of them comes what follows on it; on several, with the latest of them.
+    A node that follows on several is with the latest of them.
     """
     final = _final(nodes, keep)
     scatters: list[Node] = []
@@ -250,8 +250,8 @@ def await_gradients(nodes: Sequence[Node], gradients: Collection[str]) -> list[N
 
 
 def pause_before_waits(nodes: Sequence[Node]) -> list[Node]:
-    """What is gathered once a step, with a pause before what is waited for: it goes on
-    when somebody reads what comes after."""
+    """Puts a pause before the waits of gathers that are done once a step: the prologue
+    goes on when somebody reads what comes after."""
     placed: list[Node] = []
     for node in nodes:
         first = not placed or placed[-1].op != "comm.wait"
@@ -292,7 +292,7 @@ def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:
 def _writes_over(
     node: Node, waiting: Sequence[Node], owners: Mapping[str, str]
 ) -> bool:
-    """Whether a node changes what a scatter that waits is going to send."""
+    """Whether a node writes to what a waiting scatter is going to send."""
     if node.results or not waiting:
         return False
     target, *sent = (

@@ -83,8 +83,8 @@ def is_pure(node: Node) -> bool:
 def find_runs(
     nodes: Sequence[Node], remade: Collection[str] = ()
 ) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the nodes that a function is worth; those that make what is
-    remade are by themselves, if they are worth one."""
+    """(begin, end) of the runs that are worth a function; nodes that make recomputed
+    values are runs of their own, if they are worth it."""
 
     def kind(node: Node) -> Any:
         return (node.location.layer, _makes(node, remade)) if is_pure(node) else None
@@ -118,9 +118,8 @@ def _reads_others(nodes: Sequence[Node]) -> bool:
 
 
 def passed_on(parts: Parts, remade: frozenset[str]) -> frozenset[str]:
-    """Names of what a part makes again and that is read, in any of them, by others than
-    what does so: one function makes it each time, and returns it. remade: see
-    `find_remade`."""
+    """Names of recomputed values that nodes other than their makers read, in any part:
+    one function makes them each time, and returns them. remade: see `find_remade`."""
     if not remade:
         return remade
     others = (n for p in parts for n in p if not _makes(n, remade))

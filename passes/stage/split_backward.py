@@ -52,7 +52,7 @@ def split_backward(
 
 
 def find_dependent(sources: Iterable[Value], nodes: Iterable[Node]) -> set[str]:
-    """Names of the sources, and of all that depends on one of them."""
+    """Names of the sources and of all values that depend on them."""
     dependent = {v.name for v in sources}
     for node in nodes:
         if any(v.name in dependent for v in node.operands):

@@ -58,7 +58,7 @@ class Stage:
     layers: Mapping[str, str]
 
     def policies(self, plan: Plan) -> dict[str, str]:
-        """What is computed again, by the stage's own names of its layers."""
+        """The policy of recomputation of each layer, by the stage's own names."""
         return {own: plan.policy(layer) for own, layer in self.layers.items()}
 
     @property
@@ -219,7 +219,7 @@ class _Cutter:
         )
 
     def _outputs(self, own: Sequence[Node], last: bool) -> tuple[Value, ...]:
-        """What a stage's own nodes make of them; the last one, what no stage's do."""
+        """The outputs that a stage makes; the last one's include those of no stage."""
         there = {v.name for n in own for v in n.results}
         chain = {v.name for n in self.chain.nodes for v in n.results}
         outputs = dict.fromkeys(self.lowered.graph.outputs[1:])

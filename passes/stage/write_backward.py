@@ -85,7 +85,7 @@ class Writer:
         return op.forward(self.cts, node) if op.forward else node
 
     def _derivative(self, node: Node) -> Derivative | None:
-        """What its declaration has; None for what is traced."""
+        """The derivative that a node's op declares; None if it is to be traced."""
         op = op_of(node)
         is_traced = op.traced_if is not None and op.traced_if(self.cts, node)
         return op.derivative if is_usual(node) and not is_traced else None
@@ -184,8 +184,8 @@ class Writer:
     def take_once(
         self, casts: Collection[str], standing: set[str], gathers: bool
     ) -> list[Node]:
-        """Remove from the forward what it makes of parameters once a step: casts of
-        them, if `gathers`, what is gathered, and what the epilogue reads."""
+        """Moves out of forward what is done once a step: casts of parameters, gathers
+        if `gathers`, and what the epilogue reads."""
         taken = self._take_out(casts)
         if gathers:
             whole = self._take_out(find_gathered(self.forward, standing))

@@ -168,7 +168,7 @@ class _Grid:
         return cell
 
     def pattern(self, read: str, dims: Mapping[str, Dims]) -> str:
-        """Named dims of what is read; "" for what is no tensor."""
+        """The named dims of an operand; "" if it is no tensor."""
         if read in dims:
             return " ".join(dims[read].parts)
         if match := PARAMETER.match(read):
@@ -216,7 +216,7 @@ class _Grid:
         )
 
     def residuals(self) -> list[dict[str, Any]]:
-        """What forward keeps of one microbatch, the largest first."""
+        """The residuals of one microbatch, the largest first."""
         residuals = []
         for name, (many, total) in self.seen.residuals.items():
             s = self.module.maker("forward", name)

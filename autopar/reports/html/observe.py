@@ -26,7 +26,7 @@ EMITTED = "<autopar.emitted."
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor on one rank: its bytes are those of its elements."""
+    """A tensor on one rank, with the bytes of its elements."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -113,7 +113,7 @@ class _Watch:
         return self._step
 
     def _alive(self, frame: FrameType) -> None:
-        """Names of what a function and its callers hold, each storage once."""
+        """Names of what a function and its callers hold, one for each storage."""
         top, names, seen, total = frame, list[tuple[str, int]](), set[int](), 0
         while top.f_code.co_filename.startswith(EMITTED):
             for name, value in top.f_locals.items():

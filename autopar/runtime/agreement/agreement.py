@@ -134,7 +134,7 @@ class Agreement(RollCall):
 
     @contextmanager
     def on_clip(self, max_norm: float) -> Iterator[None]:
-        """The context of what is as short, and done as often as a step."""
+        """Guards a clip, which is as short, and as frequent, as a step."""
         count = self._calls["clip_grad_norm_"]
         self._calls["clip_grad_norm_"] += 1
         facts = {("argument", "max_norm"): float(max_norm)}
@@ -146,8 +146,8 @@ class Agreement(RollCall):
                 yield
 
     def _part(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
-        """Whether ranks of one part loaded it alike, and those of others as much; says
-        it where all of them loaded the same."""
+        """Compares batches: equal within a part, of equal sizes in all; notes it if all
+        parts loaded the same."""
         first = next(iter(values))
         expected = values[first][1]
         parts: dict[int, tuple[int, Any]] = {}

@@ -84,7 +84,7 @@ FIX = (
 
 
 class Replicas:
-    """What one rank of a program holds that others hold too."""
+    """The parts of parameters that one rank holds and other ranks hold too."""
 
     def __init__(self, program: Program, rank: int, tolerance: Tolerance) -> None:
         self._program, self._rank, self._tolerance = program, rank, tolerance
@@ -305,7 +305,7 @@ def pack(sketches: Tensor) -> bytes:
 
 
 def parts(packed: bytes) -> list[bytes]:
-    """What was packed of each parameter."""
+    """The packed bytes of each parameter."""
     size = 2 * WAYS * 4
     return [packed[i : i + size] for i in range(0, len(packed), size)]
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 
 class Watcher(Protocol):
-    """Knows the parameters that a step has copies of, and refuses what is no use."""
+    """Knows a step's parameters, and refuses calls that would not reach them."""
 
     def check_originals(self, whose: str, params: list[Tensor], fix: str) -> None: ...
 

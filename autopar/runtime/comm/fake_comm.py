@@ -44,7 +44,7 @@ class FakeComm(Comm):
         return expert.index_select(0, order).remainder(mine), order, counts
 
     def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
-        """Left as it is: sums of many would grow without bounds."""
+        """Leaves x as it is: sums over many ranks would grow without bounds."""
         return Arrived(x)
 
     def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:

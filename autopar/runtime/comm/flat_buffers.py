@@ -50,7 +50,7 @@ def joined(shards: Sequence[Tensor], dim: int, layout: Sequence[Pieces]) -> Tens
 
 
 def in_order(layout: Sequence[Pieces]) -> bool:
-    """Whether the shares, one after the other, are the dim as it is."""
+    """Whether the shares, one after another, are the whole dim in order."""
     begins = [begin for share in layout for begin, _ in share]
     return all(len(share) < 2 for share in layout) and begins == sorted(begins)
 

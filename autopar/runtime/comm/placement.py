@@ -61,8 +61,9 @@ class Placement:
         axes: tuple[str, ...],
         coords: Mapping[str, int] = MappingProxyType({}),
     ) -> Pieces:
-        """What I hold of a dim of n rows that is split by `axes`, outermost first;
-        "time" may be one of them. coords: those of another rank, where they differ."""
+        """The pieces of a dim of n rows that this rank holds if `axes` split it,
+        outermost first; "time" may be one. coords: those of another rank, where they
+        differ."""
         pieces: Pieces = ((0, n),)
         here = {TIME: self.state.microbatch, **self.coords, **coords}
         for axis in axes:

@@ -123,7 +123,7 @@ class ProcessComm(Comm):
         return _Meeting(work, rows, f"rank {self.rank}", f"step.{operation}()")
 
     def abandon(self) -> None:
-        """A rank in a collective of gloo's waits in it; one of NCCL's goes on."""
+        """Destroys gloo's groups, in which ranks wait; in NCCL's they go on."""
         if self.device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -230,7 +230,7 @@ class ProcessComm(Comm):
 
 
 class _Meeting(Meeting):
-    """What is gathered of all ranks by `work`. who, where: for what is said."""
+    """Rows that `work` gathers from all ranks. who, where: for messages."""
 
     def __init__(self, work: dist.Work, rows: Tensor, who: str, where: str) -> None:
         self._work, self._rows = work, rows
@@ -286,8 +286,8 @@ class _Shift(Work):
 
 
 class _Transfer(Work):
-    """A message of torch.distributed, which keeps its tensors until it is done. x: what
-    arrives, or leaves."""
+    """A message of torch.distributed; it keeps its tensors until it is done. x: the
+    tensor that is received or sent."""
 
     def __init__(self, work: dist.Work, x: Tensor) -> None:
         self._work: dist.Work | None = work

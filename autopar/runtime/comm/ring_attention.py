@@ -215,8 +215,8 @@ RUNS: MutableMapping[Tensor, list[tuple[Run, ...]]] = WeakTensorKeyDictionary()
 def _tiles(
     scoring: Scoring, rows: Pieces, visit: Visit
 ) -> Iterator[tuple[slice, Tile]]:
-    """What of the scores is to be computed, while these keys are here, of which of the
-    samples."""
+    """Yields the tiles of scores, and their samples, to compute while these keys are
+    here."""
     keys = visit.pieces
     if scoring.documents is not None or scoring.shown is not None:
         for of, runs, shown in _samples(scoring):
@@ -305,7 +305,7 @@ def _mask(scoring: Scoring, visit: Visit, of: slice, tile: Tile) -> Tensor | Non
 
 
 def _of(known: Tensor, samples: slice) -> Tensor:
-    """What is known of some samples [B or 1, keys]."""
+    """The known values of some samples [B or 1, keys]."""
     return known if len(known) == 1 else known[samples]
 
 

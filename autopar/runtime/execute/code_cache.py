@@ -105,8 +105,8 @@ class CodeCache:
 
     @gc_paused()  # imports of Inductor, of which a quarter would be that
     def preload(self, text: str, device: torch.device) -> bool:
-        """Load what a module's functions were compiled to, see `remember`. Returns
-        whether that is known."""
+        """Loads the compiled functions of a module, see `remember`; returns whether
+        they are known."""
         folder = self._folder()
         try:
             keys = json.loads((folder / _listed(text, device)).read_text())
@@ -178,7 +178,7 @@ class CodeCache:
         self._since = now
 
     def _folder(self) -> Path:
-        """The directory, emptied of what other versions left there."""
+        """The directory, cleared of other versions' files."""
         if not self._checked:
             self._checked = True
             self.directory = _writable(self.directory)

@@ -121,8 +121,8 @@ class Executor:
             stage.constants = stage.module["setup"](self.comm, stage.tensors)
 
     def go_on_from(self, other: Executor) -> None:
-        """Train on what another executor of the same parameters trained, which has the
-        same buffers."""
+        """Continues the training of another executor with the same parameters and
+        buffers."""
         self.seed, self.steps = other.seed, other.steps
         self.loss_scale = other.loss_scale
         self.set_up()
@@ -225,7 +225,7 @@ class Executor:
             stage.batch = Batch()
 
     def _begin_gradients(self) -> None:
-        """Clear them, those of what is gathered for a step included."""
+        """Clears all gradients, also those of gathered parameters."""
         for stage in self.stages.values():
             for name, (shape, dtype) in stage.module["WHOLE_GRADIENTS"].items():
                 whole = torch.zeros(shape, dtype=dtype, device=self.comm.device)
@@ -252,7 +252,7 @@ class Executor:
         self.gradients.ready(stage, gradients)
 
     def _end_reductions(self) -> None:
-        """Scatter and reduce what is left, and wait for all of it."""
+        """Scatters and reduces the gradients that are left, and waits for all."""
         for index, stage in self.stages.items():
             self.state.on_ready = partial(self._ready, index)
             for gradients in self._unused.late.pop(index, ()):
@@ -315,7 +315,7 @@ class Executor:
             self._hand_on("dy", action.stage, action.stage - 1, i, made)
 
     def _held(self, stage: RunningStage) -> tuple[object, ...]:
-        """What every part of a backward is called with."""
+        """The arguments of every part of a backward."""
         return self.comm, stage.tensors, stage.grads, stage.constants, stage.batch
 
     def _weight_half(self, action: Action) -> None:

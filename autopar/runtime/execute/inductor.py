@@ -152,7 +152,7 @@ class CompiledFunction:
 
 
 def _signature(args: tuple[Any, ...]) -> Signature:
-    """What a function is compiled for."""
+    """The signature of arguments that a function is compiled for."""
     return tuple(
         [
             (a.shape, a.stride(), a.dtype, a.device)

@@ -51,7 +51,7 @@ def play(
     batch: Mapping[str, Tensor],
     watch: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Call each function of a module once. watch: is told which, before."""
+    """Calls each function of a module once. watch: gets the name of each, before."""
     module = stage.module
 
     def call(name: str, *args: Any) -> Any:

@@ -16,9 +16,9 @@ from autopar.runtime.comm.own_rows import Field
 
 
 class Batch(dict[str, Field]):
-    """The fields of a batch, and what a prologue makes of them and of parameters.
+    """The fields of a batch, and the prologue's results, made when they are read.
 
-    It does as much as somebody reads: what is gathered is on its way until then.
+    What is gathered is on its way until somebody reads it.
     """
 
     rest: Iterator[object] = iter(())
@@ -60,7 +60,7 @@ class RunningStage:
     ready: set[int] = field(default_factory=set)
 
     def clear(self) -> None:
-        """Let go of what a step that failed has left."""
+        """Frees what a failed step has left."""
         self.batch, self.epilogue, self.awaited = Batch(), None, []
         self.residuals.clear()
         self.weight_residuals.clear()

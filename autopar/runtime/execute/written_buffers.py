@@ -15,7 +15,7 @@ from autopar.passes.program import Program
 
 
 class WrittenBuffers:
-    """The buffers of a rank, which has them whole, and what a step makes of them.
+    """The whole buffers of a rank, and the graphs that update them each step.
 
     buffers: by name, those of the executor, which are written to in place.
     """

@@ -194,7 +194,7 @@ def _counters(
 
 
 def positions(pieces: Pieces, device: torch.device) -> Tensor:
-    """The positions in a dim of what a share holds, int64 [rows of the share]."""
+    """The positions in a dim that a share holds, int64 [rows of the share]."""
     parts = [torch.arange(a, a + n, device=device) for a, n in pieces]
     if len(parts) == 1:
         return parts[0]
@@ -254,7 +254,7 @@ def _sum_exp_backward(x: Tensor, dy: Tensor, m: Tensor, dx: Tensor) -> Tensor:
 
 
 def finite_or_zero(m: Tensor) -> Tensor:
-    """What is finite as it is, and 0 for what is infinite."""
+    """The finite elements unchanged, and 0 for infinite ones."""
     return m.masked_fill(m.isinf(), 0)
 
 

@@ -24,10 +24,10 @@ COMPILE = "autopar.compile()"
 
 
 def join(caller: str, size: int, timeout: timedelta) -> None:
-    """Be one of so many processes: those of torch.distributed, or of torchrun.
+    """Joins `size` processes, those of torch.distributed or of torchrun.
 
-    caller: has as many ranks. The process leaves its groups when it ends.
-    Raises: MeshError if so many do not run, RanksDisagree if not all of them join.
+    caller: has as many ranks. The process leaves its groups when it ends. Raises:
+    MeshError if so many do not run, RanksDisagree if not all of them join.
     """
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
         store, rank, world = open_store(timeout)
@@ -126,7 +126,7 @@ def default_device() -> torch.device:
 
 
 def by_nccl() -> bool:
-    """Whether NCCL carries what is on GPUs."""
+    """Whether NCCL carries tensors on GPUs."""
     return "cuda:nccl" in dist.get_backend_config()
 
 

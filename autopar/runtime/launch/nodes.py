@@ -36,7 +36,7 @@ def check_launch() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Node:
-    """number: of this one, of so many `nodes`. ranks: that it runs. host: its name."""
+    """number: of this node, among `nodes`. ranks: that it runs. host: its name."""
 
     number: int = 0
     nodes: int = 1

@@ -217,7 +217,7 @@ class Watchdog:
             self.store.append(ENDED, f"{self.rank} ")
 
     def note_left(self) -> None:
-        """Tell the others that this rank came to the end of its script."""
+        """Tells the others that this rank has ended its script."""
         with suppress(RuntimeError):  # without a store there are no others
             self.store.append(LEFT, f"{self.rank} ")
 
@@ -315,7 +315,7 @@ class Watchdog:
             self.store = GONE
 
     def _keeper_left(self) -> bool:
-        """Whether rank 0 came to the end of its script, with a store of its own."""
+        """Whether rank 0, which holds the store, has ended its script."""
         if self.to_the_end or self.rank == 0 or of_agent():
             return False
         with suppress(RuntimeError):

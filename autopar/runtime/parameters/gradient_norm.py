@@ -15,7 +15,7 @@ from autopar.runtime.parameters.shards import owns
 
 
 def is_owner(program: Program, comm: Comm, name: str) -> bool:
-    """Whether this rank is the first of those that hold the same part of it."""
+    """Whether this rank is the first of those with the same part of a parameter."""
     spec, schedule = program.parameters[name], program.schedule
     ranks = tuple(schedule.stage_to_rank[s] for s in spec.stages)
     return owns(spec, program.mesh, comm.coords, ranks)
@@ -75,7 +75,7 @@ def _squares(
 
 @torch.no_grad()
 def checked_norm(max_norm: float) -> float:
-    """A norm to clip to, as it is. Raises AutoparError for what none can be."""
+    """The norm to clip to. Raises AutoparError if it is no possible norm."""
     known = isinstance(max_norm, int | float | Tensor)
     if not known or not float(max_norm) >= 0:  # nan would make all gradients nan
         raise AutoparError(

@@ -61,7 +61,7 @@ def local_shape(
 def take_shard(
     whole: Tensor, spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
 ) -> Tensor:
-    """The rank's own copy of its part of `whole`."""
+    """Copies this rank's part of `whole`."""
     view = shard_view(whole, spec, mesh, coords)
     return view.reshape(local_shape(spec, mesh, coords)).clone(
         memory_format=torch.contiguous_format

@@ -120,8 +120,8 @@ class WholeUpdates:
         self._aside.clear()
 
     def made_of_all(self, name: str, state: Mapping[str, Any]) -> set[str]:
-        """What is stored of a parameter that is the same on all ranks: neither it nor
-        parts of it are split. Raises: AutoparError for what looks like a part."""
+        """Names of the state of a parameter that is the same on all ranks: neither it
+        nor parts of it are split. Raises: AutoparError for what looks like a part."""
         p, source = self.parameters[name], self.program.parameters[name].part.source
         if source not in self._entries:
             return {e for e, v in state.items() if not _is_like(v, p)}
@@ -154,8 +154,8 @@ def _is_like(value: Any, p: Tensor) -> bool:
 
 
 def refuse_alike(entry: str, name: str, p: Tensor) -> None:
-    """Raises: AutoparError for what is stored of a whole parameter, and would be taken
-    for this rank's part of it."""
+    """Raises AutoparError for state of a whole parameter that would be taken for this
+    rank's part of it."""
     raise AutoparError(
         f"the optimizer's '{entry}' of '{name}' is of all of it, but {list(p.shape)} "
         "as this rank's part is, for which it would be taken in a checkpoint",
@@ -173,7 +173,7 @@ def beside(program: Program, rank: int, spec: ParameterSpec) -> tuple[int, ...]:
 
 
 def all_beside(program: Program) -> list[tuple[int, ...]]:
-    """Every set of ranks that gather a parameter, in one order on all of them."""
+    """Every set of ranks that gather a parameter, in the same order on all ranks."""
     kinds = {spec.row and spec.row.slots: spec for spec in program.parameters.values()}
     ranks = range(program.mesh.size)
     sets = (beside(program, rank, spec) for spec in kinds.values() for rank in ranks)

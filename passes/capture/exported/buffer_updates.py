@@ -42,7 +42,7 @@ class Functional:
 
 
 def after_step(buffer: str) -> str:
-    """The name of an output: what a buffer has after a step."""
+    """The name of the output that holds a buffer's value after a step."""
     return f"{buffer} after"
 
 

@@ -62,8 +62,7 @@ def _tables(graph: Graph) -> dict[int, int]:
 
 
 def _first_read(graph: Graph, tables: Collection[int]) -> dict[int, int]:
-    """Place of a table's node -> of the first node that is none and reads it, or what
-    is made of it."""
+    """Position of a table's node -> that of the first other node that depends on it."""
     read: dict[str, int] = {v.name: len(graph.nodes) for v in graph.outputs}
     places: dict[int, int] = {}
     for i, node in reversed(_rows(graph)):

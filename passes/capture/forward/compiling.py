@@ -23,7 +23,7 @@ OLDER = (f"{TORCH}_utils.py", f"{TORCH}_dynamo{os.sep}external_utils.py")
 
 
 class Compiling:
-    """told: what a user's code is told. asked: the line that did."""
+    """told: the answer to the user's code. asked: the line that asked."""
 
     def __init__(self) -> None:
         self.told, self.asked = False, ""
@@ -35,7 +35,7 @@ class Compiling:
         return self.told
 
     def remarks(self) -> tuple[str, ...]:
-        """What is to be known of a model that is captured as if it were compiled."""
+        """Remarks on a model that is captured as if it were compiled."""
         if not self.told:
             return ()
         text = f"forward is captured as it runs within torch.compile ({self.asked}): "
@@ -59,5 +59,5 @@ class Compiling:
 
 
 def _answer() -> bool:
-    """A bool, as callers do with it what is done with bools."""
+    """Returns the answer as a bool, as callers use it as one."""
     return bool(_model_is_told)

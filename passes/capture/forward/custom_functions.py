@@ -185,8 +185,8 @@ def _without_writes(cls: Apply) -> Callable[..., Any]:
 
 
 class _Copied(TorchFunctionMode):
-    """Writes what is copied as 0 and that added: autograd derives no other copy into
-    what `functionalize` gives."""
+    """Writes a copy as 0 plus the source: autograd derives no other copy into results
+    of `functionalize`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -261,8 +261,7 @@ def _both_gradients(
 def _gradients(
     call: Call, run: Callable[..., Any], args: list[Any], scale: float
 ) -> list[Tensor]:
-    """Returns gradients by the arguments of what is made of them, for cotangents that
-    are drawn and scaled."""
+    """The gradients of a call's arguments, for drawn and scaled cotangents."""
     xs = [x for x, a in zip(args, call.args, strict=True) if wants(a)]
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

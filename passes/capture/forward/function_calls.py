@@ -107,7 +107,7 @@ def _called_by_name(users: Users | None) -> Callable[[Any], None]:
 
 
 def _set_grad(enabled: bool) -> None:
-    """Whether there are gradients, past what a capture notes of it: C notes nothing."""
+    """Switches gradients on or off, unseen by a capture: C notes nothing."""
     with torch._C.DisableTorchFunction():
         torch._C._set_grad_enabled(enabled)
 

@@ -79,7 +79,7 @@ def run_forward(cls: Apply, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(cls: Apply, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """What forward leaves to backward, and what it returns."""
+    """Runs a Function's forward: (the context for its backward, its result)."""
     ctx: Any = _Context()
     ctx.needs_input_grad = tuple(wants(shape_of(a)) for a in args)
     with _CopiedOut():

@@ -36,10 +36,10 @@ def like_none(x: Tensor) -> Tensor:
 
 @dataclass
 class KeptValues:
-    """changed: gives (where, what is there now) of all that forward has changed so far;
-    where: `blocks.0.attn.last`. first: all that the first forward did, with tensors
-    that outlive the capture: with their values, or like none where those are not known.
-    batch: places of these by their ids, where they depend on the batch."""
+    """changed: yields (path, present value) of all that forward has changed so far; a
+    path is as `blocks.0.attn.last`. first: all that the first forward changed, with
+    tensors that outlive the capture: their values, or like none where these are not
+    known. batch: paths of tensors that depend on the batch, by their ids."""
 
     changed: Callable[[], Iterable[tuple[str, Any]]] = tuple
     places: dict[str, None] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class KeptValues:
     batch: dict[int, str] = field(default_factory=dict)
 
     def note(self, known: KnownValues) -> None:
-        """Looks at what a forward that is captured has changed, at its end."""
+        """Notes the places that a captured forward has changed, at its end."""
         changed = [*self.changed()]
         for where, value in changed:
             if any(map(known.is_of_batch, tensors(value))):

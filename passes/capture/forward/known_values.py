@@ -145,14 +145,15 @@ class KnownValues:
         self.versions[id(_base(x))] = x._version
 
     def buffers_of(self, x: Any) -> frozenset[str] | None:
-        """The buffers that a tensor was computed of, and of nothing else but what is
-        constant; None of any other."""
+        """The buffers that a tensor was computed from, if only they and constants went
+        into it; else None."""
         made = self._made(x) if isinstance(x, Tensor) else None
         return None if made is None else made.buffers
 
     def _made(self, x: Tensor) -> _Made | None:
-        """None of what is not known. What is no tensor of the capture has its values:
-        `passes.capture.forward.outside` refuses steps once they have changed."""
+        """How x was made, if known. Tensors from outside of the capture have their
+        values: `passes.capture.forward.outside` refuses steps once these have
+        changed."""
         if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
             return _Made(x, x._version, lambda: x, frozenset())
         made = self.made.get(id(x))

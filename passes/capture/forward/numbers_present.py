@@ -192,12 +192,12 @@ class Present:
         return made
 
     def _number(self, x: Any) -> int | None:
-        """The number that a tensor is, if it is one of these."""
+        """The number that a tensor holds, if it is one of the listed ones."""
         known, number = self._numbers.get(id(x), (None, None))
         return number if known is not None and not known._version else None
 
     def _plain(self, index: Any) -> Any:
-        """Python's number for one without dims; else what it is."""
+        """The Python number of an index without dims, if known; else the index."""
         if isinstance(index, Tensor) and not _shape(index):
             return index if (number := self._number(index)) is None else number
         return index

@@ -61,7 +61,7 @@ def _shape(x: Any) -> object:
 
 
 def counts_rows(x: Any) -> bool:
-    """Whether what Python is told of a tensor says how many rows were chosen."""
+    """Whether x, told of a tensor in Python, is or holds a number of chosen rows."""
     if isinstance(x, tuple | list):
         return any(map(counts_rows, x))
     return type(x) is int and x > 0 and x % ROWS == 0
@@ -72,7 +72,7 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Places in each dim of a mask, in place of it."""
+    """Replaces masks by the places of their elements in each dim."""
     every: list[Tensor | None] = []
     for index in indices:
         mask = index is not None and index.dtype in (torch.bool, torch.uint8)

@@ -75,7 +75,7 @@ _READ: ContextVar[dict[int, Outside] | None] = ContextVar("outside", default=Non
 
 @contextmanager
 def outside_tensors() -> Iterator[dict[int, Outside]]:
-    """Collects those that are read by all that is captured within."""
+    """Collects the tensors from outside that captures within read."""
     read: dict[int, Outside] = {}
     token = _READ.set(read)
     try:

@@ -58,7 +58,7 @@ class OwnCollectives(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls what is no collective as it is."""
+        """Replaces collectives; calls all else unchanged."""
         kwargs = kwargs or {}
         if getattr(func, "__module__", "") != MODULE:
             return func(*args, **kwargs)
@@ -99,7 +99,7 @@ def is_collective(target: Any) -> bool:
 
 
 def refusal(name: str, ranks: int | None, source: str) -> CaptureError:
-    """Says that forward communicates, in a group of so many ranks. name: by what."""
+    """The error for communication in forward, by `name`, in a group of `ranks`."""
     group = "" if ranks is None else f" in a group of {ranks}"
     return CaptureError(
         f"forward communicates between processes by itself: '{name}'{group}",

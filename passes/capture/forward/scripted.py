@@ -57,7 +57,7 @@ def _made_of(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _graph_now(python: FunctionType) -> str | None:
-    """What TorchScript would make of it with what its names mean now."""
+    """The graph of a function scripted anew, by the present meaning of its names."""
     again = FunctionType(
         python.__code__,
         python.__globals__,

@@ -44,7 +44,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Group:
-    """The pieces of so many rows by some counts. rows: int64, of each piece."""
+    """The pieces that counts split rows into. rows: int64, of each piece."""
 
     counts: Tensor
     size: int
@@ -74,7 +74,7 @@ class Pieces:
         self._next = 0
 
     def listed(self, numbers: Sequence[Any], of: Tensor) -> Sequence[Any]:
-        """What `tolist` gives, of a tensor of integers; and notes it."""
+        """The list that `tolist` of an integer tensor returns; notes it."""
         counts = Counts(of, tuple(map(_expression, numbers)), _version(of))
         for e, n in enumerate(numbers):
             self._counts[_expression(n)] = counts, e
@@ -105,7 +105,7 @@ class Pieces:
         return None
 
     def _known(self, first: Any) -> tuple[Counts, int] | tuple[None, int]:
-        """The counts that a number is of, and which it is of these."""
+        """The counts that a number is one of, and its index among them."""
         counts, e = self._counts.get(_expression(first), (None, 0))
         as_listed = counts is not None and _version(counts.of) == counts.written
         return (counts, e) if counts is not None and as_listed else (None, 0)

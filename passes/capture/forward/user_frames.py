@@ -25,7 +25,7 @@ TYPED = ("<stdin>", "<string>", "<console>", "<python-input", "<ipython-input")
 
 
 def is_users(file: str) -> bool:
-    """Whether code of a file may be what a user wrote."""
+    """Whether a file may be a user's."""
     return is_written(file) and not file.startswith(OURS)
 
 

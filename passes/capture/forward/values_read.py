@@ -170,7 +170,7 @@ def has_shape(x: Tensor) -> bool:
 
 
 def is_unknown(x: Any) -> bool:
-    """Whether what is in a tensor is not known in a capture."""
+    """Whether the contents of a tensor are unknown in a capture."""
     return isinstance(x, FakeTensor) and x.constant is None
 
 
@@ -196,7 +196,7 @@ def read_here(name: str, rows: bool) -> Read:
 
 
 def reads_values(error: BaseException) -> bool:
-    """Whether torch says that it would need to know what is in a tensor."""
+    """Whether torch raised this error because it would need a tensor's contents."""
     text = f"{type(error).__name__} {error}".lower().replace("-", "")
     return any(mark in text for mark in VALUES_READ)
 
@@ -256,8 +256,8 @@ def refuse_unknown(args: Any, read: Read | None, source: str) -> None:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A number that is not known before the program runs. name: of what gives it.
-    size: as torch writes it, of sizes and what is made of these."""
+    """A number that is unknown before the program runs. name: of the call that returns
+    it. size: torch's expression for it, if it is made of sizes."""
 
     name: str
     size: Any = None

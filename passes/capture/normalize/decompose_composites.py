@@ -38,7 +38,7 @@ def glu(rewriter: Rewriter, node: Node) -> Value:
 
 
 def repeat(rewriter: Rewriter, node: Node) -> Value:
-    """Copies beside each other: a new dim of them, then one with what is copied."""
+    """repeat -> an expand along a new dim, and a reshape."""
     x, out = node.operands[0], node.out
     extents = (*(1,) * (len(out.shape) - len(x.shape)), *x.shape)
     pairs = [(n // e if e else 1, e) for n, e in zip(out.shape, extents, strict=True)]
@@ -59,7 +59,7 @@ def sum_to_size(rewriter: Rewriter, node: Node) -> Value:
 
 
 def nansum(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
-    """A sum of what is a number."""
+    """nansum -> the sum of all elements but nan."""
     x = node.operands[0]
     hidden = rewriter.emit("aten.isnan.default", x)
     x = rewriter.emit("aten.masked_fill.Scalar", x, hidden, 0.0)

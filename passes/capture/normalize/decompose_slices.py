@@ -48,7 +48,7 @@ def narrow(rewriter: Rewriter, node: Node) -> Value:
 
 
 def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
-    """x with a slice of it replaced: what is before it, the new part, what is after."""
+    """x with a slice replaced -> cat of what is before, the new part, what is after."""
     base, part = node.operands
     _, dim, start, end, step = bounds(node, base)
     if base.shape == part.shape:

@@ -23,8 +23,8 @@ from ..normalize.split_products import CUTS, LINEAR, MATMUL, emit_split
 
 @dataclass(frozen=True)
 class Hoist:
-    """steps: (node, the dim of its result that is cut), the last one first. source:
-    what is cut above them, or what was joined of the same pieces. dim: of that."""
+    """steps: (node, dim of its result that is cut), from last to first. source: the
+    value that is cut above them, or values that were joined. dim: of source."""
 
     steps: tuple[tuple[Node, int], ...]
     source: Value | tuple[Value, ...]
@@ -102,9 +102,9 @@ def _main(node: Node) -> Value:
 
 
 def _before(node: Node, dim: int) -> int | None:
-    """The dim of a node's main operand that is `dim` of its result, if each index of it
-    is computed by itself, in one step; else None. Numbers of dropout, an op of ours, go
-    by place."""
+    """The dim of the main operand that becomes `dim` of the result, if its indices are
+    independent and need one step; else None. Dropout's numbers, an op of ours, go by
+    place."""
     steps = node.op.startswith("aten.") and not op_of(node).is_product
     if not steps or not node.operands or len(node.outs) > 1:
         return None

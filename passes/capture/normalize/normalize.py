@@ -94,8 +94,8 @@ def _before_widening(rewriter: Rewriter, x: Value, dtype: torch.dtype) -> Value 
 
 
 def _cast(rewriter: Rewriter, x: Value, out: Value) -> Value:
-    """x in another precision: a view is one of what is cast, so that views meet; and
-    copies are."""
+    """x in another precision; views and copies are made of the cast, so that views
+    meet."""
     if (view := rewriter.producer(x, "aten.reshape")) is not None:
         return rewriter.reshape(_cast(rewriter, view.operands[0], out), x.shape)
     if (copies := rewriter.producer(x, "aten.expand")) is not None:
@@ -109,7 +109,7 @@ def reshape(rewriter: Rewriter, node: Node) -> Value:
 
 
 def only_one(rewriter: Rewriter, node: Node) -> Value | None:
-    """The only element along a dim that a view has put there is all of it."""
+    """select of the one index of a dim that a view inserted -> the view's operand."""
     view = rewriter.producer(node.operands[0], "aten.reshape")
     x = view.operands[0] if view else node.operands[0]
     return x if x.shape == node.out.shape else None
@@ -166,7 +166,7 @@ def new_factory(rewriter: Rewriter, node: Node) -> Value:
 
 
 def cat(rewriter: Rewriter, node: Node) -> Value | None:
-    """Drop what is empty (a fresh key/value cache); a lone piece is the whole."""
+    """cat -> without empty pieces (a fresh key/value cache), or its only piece."""
     pieces = tuple(v for v in node.operands if v.shape != (0,))
     if len(pieces) == 1:
         return cast(rewriter, replace(node, args=pieces))
@@ -298,7 +298,7 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
 
 
 def _uncast(rewriter: Rewriter, x: Value) -> Value:
-    """What x is in another precision, if it is that."""
+    """The operand of the cast that makes x; x, if none does."""
     cast_node = rewriter.producer(x, "aten.to")
     return cast_node.operands[0] if cast_node else x
 

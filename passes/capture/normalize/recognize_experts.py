@@ -121,7 +121,7 @@ def looked_up_bias(rewriter: Rewriter, node: Node) -> Value | None:
 def _looked_up_rows(
     rewriter: Rewriter, x: Value
 ) -> tuple[Value, Value] | tuple[None, None]:
-    """A table and the rows of it that are looked up, `table[rows]`; None of others."""
+    """(table, rows) of a look-up `table[rows]`; (None, None) of other values."""
     if (node := rewriter.producer(x, "aten.embedding")) is not None:
         plain = node.arg("padding_idx") < 0
         return (node.arg("weight"), node.arg("indices")) if plain else (None, None)
@@ -133,7 +133,7 @@ def _looked_up_rows(
 
 
 def _unseen(rewriter: Rewriter, x: Value) -> Value:
-    """What x is a view of, all of it and in its order."""
+    """The value that x is a view of, with all of its elements in order."""
     while (view := rewriter.producer(x, "aten.reshape", "aten.select")) is not None:
         if view.operands[0].numel != x.numel:
             break

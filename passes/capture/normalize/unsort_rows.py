@@ -105,7 +105,7 @@ class _Unsorter:
         return self.before[v.name][0] if known else v
 
     def order_of(self, values: Iterable[Any]) -> Order | None:
-        """The one order of all of these values that have one."""
+        """The one order of those of the values that have an order."""
         names = [v.name for v in values if isinstance(v, Value)]
         orders = {self.before[name][1] for name in names if name in self.before}
         return orders.pop() if len(orders) == 1 else None
