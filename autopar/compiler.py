@@ -19,7 +19,7 @@ from autopar.capture.capture_model import capture_model
 from autopar.gc_paused import gc_paused
 from autopar.measure.stage_costs import this_machine
 from autopar.own_modes import own_modes
-from autopar.passes.errors import AutoparError, LossNotSeparable
+from autopar.passes.errors import LOSS, AutoparError, LossNotSeparable
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import Cluster
@@ -63,9 +63,8 @@ def compile_offline(
             break
         except LossNotSeparable as error:
             names = traced.outputs[: traced.metrics]
-            are = error.outputs or range(1, 1 + len(names))
-            left = [name for i, name in enumerate(names, 1) if i in are]
-            if not left or 0 in error.outputs:
+            left = [name for name in names if name in (error.outputs or names)]
+            if not left or LOSS in error.outputs:
                 raise
             metrics = [name for name in names if name not in left]
             why = f"{error.message} ({error.source})"

@@ -27,11 +27,13 @@ class ShardingConflict(AutoparError):
     """A decision or a hint asks for a split that an op's rule forbids."""
 
 
+LOSS = "loss"  # the name of what is trained among outputs
+
+
 class LossNotSeparable(AutoparError):
     """The loss over the batch, or another output, is not a sum over microbatches.
 
-    outputs: the numbers of those that are not, of the graph's, the loss being number 0;
-    none where they are not known.
+    outputs: names of those that are not, none where they are not known.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class LossNotSeparable(AutoparError):
         *,
         source: str = "",
         fix: str = "",
-        outputs: frozenset[int] = frozenset({0}),
+        outputs: frozenset[str] = frozenset({LOSS}),
     ) -> None:
+        if outputs and LOSS not in outputs:
+            message += f", for {', '.join(map(repr, sorted(outputs)))}"
         super().__init__(message, source=source, fix=fix)
         self.outputs = outputs
 

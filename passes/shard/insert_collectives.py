@@ -106,6 +106,7 @@ class _Lowering(ReshardEmitter):
     def __init__(self, sharded: Sharded) -> None:
         super().__init__(sharded)
         self.graph, self.plan = sharded.graph, sharded.plan
+        self.traced = sharded.named.traced
         self.sizes = sharded.plan.sizes
         self.views: dict[str, tuple[Node, tuple[Factor, ...]]] = {}
         self.ways = Ways(self.builder, self.dims, self.shardings)
@@ -292,5 +293,5 @@ class _Lowering(ReshardEmitter):
                 "have to be exchanged between microbatches",
                 source=str(where),
                 fix="use microbatches=1, or keep samples independent in the model",
-                outputs=outputs_of([v], self.graph),
+                outputs=outputs_of([v], self.traced, self.graph),
             )

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..dims.name_dims import Dim, Named
 from ..dims.origins import Origin
-from ..errors import BatchError, LossNotSeparable
+from ..errors import LOSS, BatchError, LossNotSeparable
 from ..graph import Graph, Node, Value
 from ..mesh import TIME
 from ..ops.op import op_of
 from ..shard.op_sharding import PASS, OpSharding
 from ..shard.sharding import Sharding
+from ..traced import Traced
 
 TOGETHER = (
     "keep samples independent of each other up to the loss, or use microbatches=1; "
@@ -46,7 +47,7 @@ def check_op(
                 source=str(node.location),
                 fix="let the loss be a sum over samples, divided by what depends "
                 "on the batch alone, or use microbatches=1",
-                outputs=outputs_of(node.results, named.graph),
+                outputs=outputs_of(node.results, named.traced, named.graph),
             )
         if op_sharding is None and state.place(TIME):
             raise LossNotSeparable(
@@ -54,17 +55,20 @@ def check_op(
                 "come one after another",
                 source=str(node.location),
                 fix=CUT if op_of(node).view == "part" else TOGETHER,
-                outputs=outputs_of(node.results, named.graph),
+                outputs=outputs_of(node.results, named.traced, named.graph),
             )
 
 
-def outputs_of(values: Iterable[Value], graph: Graph) -> frozenset[int]:
-    """The numbers of the graph's outputs that are computed of some values."""
+def outputs_of(values: Iterable[Value], traced: Traced, graph: Graph) -> frozenset[str]:
+    """Names of the graph's outputs that are computed of some values, and of the buffers
+    that are."""
     names = {v.name for v in values}
     for later in graph.nodes:
         if any(v.name in names for v in later.operands):
             names.update(v.name for v in later.results)
-    return frozenset(i for i, v in enumerate(graph.outputs) if v.name in names)
+    buffers = {v.name: name for name, g in traced.updates.items() for v in g.inputs}
+    named = zip((LOSS, *traced.outputs), graph.outputs, strict=True)
+    return frozenset(buffers.get(name, name) for name, v in named if v.name in names)
 
 
 def check_loss(

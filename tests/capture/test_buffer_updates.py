@@ -329,6 +329,19 @@ def test_a_buffer_may_be_read_after_a_write(first) -> None:
     assert "test_buffer_updates.py" in error.value.source
 
 
+def test_a_buffer_that_microbatches_cannot_share_out_is_named() -> None:
+    class Most(Reads):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.total.copy_(y.detach().amax(0))
+            return y.square().mean()
+
+    model, x = Most(Tensor.copy_), torch.randn(4, 4)
+    compile_offline(model, {"x": x}, plan("dp=2"), prove=True)
+    with pytest.raises(LossNotSeparable, match="between microbatches, for 'total'"):
+        compile_offline(model, {"x": x}, plan("dp=2", 2))
+
+
 def test_an_assigned_buffer_keeps_its_kind() -> None:
     class Wider(Reads):
         def forward(self, x: Tensor) -> Tensor:
