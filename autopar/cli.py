@@ -40,11 +40,11 @@ EXAMPLES = (
 
 
 def program() -> None:
-    """Run a command as the process that was started for it, which ends with it.
+    """Runs a command as the process that was started for it, which ends with it.
 
-    What is to happen at exit does, the last of it what is asked for here, first: then
-    the process is gone, and Python neither looks for cycles (a second) nor frees all
-    that it imported (a fifth of one).
+    Exit handlers run first, the one that is registered here last. Then the process is
+    gone, without Python's search for cycles (a second) and without freeing all that it
+    imported (a fifth of one).
     """
     ended: list[int] = []
     atexit.register(_leave, ended)

@@ -270,8 +270,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
 
 
 def usual_recompute(backend: str) -> str:
-    """What is recomputed where nobody decides: what compiled functions have in
-    registers."""
+    """The default policy: recomputing what compiled functions have in registers."""
     compiled = backend == "inductor" or (backend == AUTO and torch.cuda.is_available())
     return "elementwise" if compiled else "none"
 

@@ -343,10 +343,10 @@ def without_padding(
     whole: Mapping[str, Any],
     parts: int,
 ) -> dict[str, Tensor]:
-    """What a program returns of a batch that was padded, for the batch as it was.
+    """The outputs of a padded batch, cut to the batch as it was.
 
-    whole: the global batch before. parts: of it that were each padded by themselves.
-    Raises: BatchError, where that cannot be told.
+    whole: the global batch before. parts: its number of parts that were padded one by
+    one. Raises: BatchError, where the cut is not known.
     """
     wanted, now = shapes_of(program), shapes_of(whole)
     dims, samples = _padded_dims(now, wanted), fields_of_samples(whole, program.inputs)

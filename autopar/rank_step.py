@@ -216,8 +216,8 @@ class RankStep(HeldState):
     def _begin(
         self, operation: str, batch: Mapping[str, Any], local: bool
     ) -> Iterator[dict[str, Field]]:
-        """The context of an operation: with what this rank reads of a global batch that
-        fits, and is the same on all ranks. local: `batch` is this rank's part of it."""
+        """Checks a global batch, and runs an operation with the fields of it that this
+        rank reads. local: `batch` is this rank's part of it."""
         data = self.data
         try:
             if self._saving is not None and self._saving.done():

@@ -19,7 +19,7 @@ def width() -> int:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether it is one that can write over a line."""
+    """Whether a stream is a terminal that can rewrite a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

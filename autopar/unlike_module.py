@@ -205,7 +205,7 @@ for _name in (
 
 
 def refuse_attribute(owner: object, name: str) -> NoReturn:
-    """Raises AttributeError, with what does the same, where something does."""
+    """Raises AttributeError, which names a replacement if there is one."""
     if name in LACKS:
         why, fix = LACKS[name]
         raise NotOfAStep(f"'{name}': {why}", fix=fix)

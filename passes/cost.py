@@ -52,8 +52,8 @@ Own = TypeVar("Own", bound="Amounts")
 
 
 class Amounts:
-    """A dataclass of amounts, of other such records and of `Exchange`s, all nothing by
-    themselves: two of them add up field by field."""
+    """A dataclass of numbers, other such records and `Exchange`s, zero by default: two
+    of them add up field by field."""
 
     def __add__(self: Own, other: Own) -> Own:
         return self.plus(other, 1.0)
@@ -85,8 +85,8 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives of a kind over some axes, or messages: how many, and the bytes of
-    them all, each of its whole tensor, see `passes.price.cluster.Link`."""
+    """Collectives of one kind over some axes, or messages: their number, and bytes of
+    all together, each of its whole tensor, see `passes.price.cluster.Link`."""
 
     kind: str
     axes: tuple[str, ...]
@@ -171,7 +171,7 @@ def weights_of(node: Node) -> frozenset[str]:
 
 
 class NodeCosts(Protocol):
-    """Seconds of nodes by themselves, by which stages are cut."""
+    """Seconds of single nodes, by which stages are cut."""
 
     def seconds(self, node: Node) -> Seconds:
         """Seconds that one rank takes for a node and its derivative."""

@@ -93,8 +93,8 @@ def find_splits(stage: Stage) -> list[Split]:
 def shape_class(
     splits: Iterable[Split], sizes: Mapping[str, int], coords: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """What the text of a rank depends on: its extents of what is split, and those of
-    the ranks beside it along one axis, which it hears from. These are two at most, the
+    """The sizes on which a rank's text depends: its own extents of split dims, and
+    those of the ranks along each axis that it hears from. These are two at most, the
     first and the last of them, as the larger parts come first."""
 
     def extents(n: int, axes: tuple[str, ...]) -> Iterator[int]:

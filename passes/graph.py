@@ -325,7 +325,7 @@ class Graph:
 
 
 def live_in(nodes: Iterable[Node]) -> dict[str, Value]:
-    """What nodes read but do not make, by name, in the order in which it is read."""
+    """The values that nodes read but do not make, by name, in order of reading."""
     nodes = list(nodes)
     made = {v.name for n in nodes for v in n.results}
     return {v.name: v for n in nodes for v in n.operands if v.name not in made}

@@ -116,7 +116,7 @@ def number_in(path: str, name: str) -> int | None:
 
 
 def renumbered(path: str, name: str, layer: int, other: int | str) -> str:
-    """A name in one layer, as it is in another; other names as they are."""
+    """A name in one layer, renamed to another one; other names stay."""
     prefix = f"{path}.{layer}"
     if not f"{name}.".startswith(f"{prefix}."):
         return name

@@ -210,7 +210,7 @@ class Plan:
             )
 
     def policy(self, layer: str) -> str:
-        """What is computed again of a layer; one that nobody chose for keeps all."""
+        """The recomputation policy of a layer; `none`, if nobody chose one."""
         usual = "none" if self.recompute == AUTO else self.recompute
         return self.recompute_layers.get(layer, usual)
 
@@ -292,7 +292,7 @@ class Plan:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards run in halves; those of a schedule that is made do."""
+        """Whether backwards run in halves, as with a schedule that is made."""
         if self.schedule == AUTO and not self.order:
             return True
         return self.decided_schedule().splits_backward

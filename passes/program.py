@@ -249,8 +249,8 @@ class Program:
 
     @property
     def sources(self) -> dict[str, list[str]]:
-        """The model's own parameters that stages compute with -> what they are here:
-        the same, or several parts of it."""
+        """The model's own parameters that stages compute with -> their names here: the
+        same, or those of several parts."""
         names: dict[str, list[str]] = {}
         for name, spec in self.parameters.items():
             if spec.stages:

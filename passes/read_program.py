@@ -88,7 +88,7 @@ class _Literal:
 
 
 def _faults(program: Program) -> Iterator[str]:
-    """What parts say that other parts contradict."""
+    """Yields the contradictions between parts of a program."""
     stages, ranks = len(program.stages), program.mesh.pipeline_ranks
     placement, specs = program.schedule.stage_to_rank, dict(program.tensors)
     specs |= program.buffers

@@ -94,7 +94,7 @@ class Repeater:
         ).verify()
 
     def _output(self, name: str, v: Value) -> dict[str, Value]:
-        """An output of a layer, by its name: in all of them. Raises: NotAlike."""
+        """The copies of a layer's output in all layers, by name. Raises: NotAlike."""
         part = self._part(name)
         if self.few.places.get(v.name, (None,))[0] != part:
             raise NotAlike
@@ -112,7 +112,7 @@ class Repeater:
         return {way(name): way for way in ways.values()}
 
     def _part(self, name: str) -> int:
-        """The part that a name is of."""
+        """The part that a name belongs to."""
         layer = number_in(self.repeats.path, name)
         return BEFORE if layer is None else FIRST + layer
 

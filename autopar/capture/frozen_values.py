@@ -154,8 +154,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Place:
-    """An attribute or a member, and the id of what was there. holder: what has it, None
-    or ReferenceError if that is gone. name: ITSELF for the holder."""
+    """An attribute or a member, and the id of its former value. holder: returns its
+    owner, None or ReferenceError if that is gone. name: ITSELF for the holder."""
 
     holder: Callable[[], Any]
     name: Any

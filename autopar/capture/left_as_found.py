@@ -61,7 +61,7 @@ class Change:
 
 
 def refill(container: Any, members: Any) -> None:
-    """Let a list or a set, or what is one, have these members."""
+    """Replaces the members of a list, a set, or a subclass of these."""
     container.clear()
     add = getattr(container, "extend", None) or container.update
     add(members)

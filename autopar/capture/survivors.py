@@ -103,7 +103,7 @@ def _find_holder(left: list[Any], graphs: set[int]) -> str | None:
 
 
 def _name(x: Any, held: list[Any]) -> str | None:
-    """What to call a holder of the user's; None of containers and of others' things."""
+    """The name of a holder of the user's; None for containers and others' objects."""
     if isinstance(x, FunctionType):
         return f"the function '{x.__qualname__}'" if is_users(x) else None
     if isinstance(x, dict) and "__spec__" in x and "__name__" in x:

@@ -35,7 +35,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorKind:
-    """What a header says of a tensor."""
+    """The entry of a header for a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

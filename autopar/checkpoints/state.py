@@ -76,8 +76,8 @@ def whole_tensors(
 
 
 class IncompatibleKeys(NamedTuple):
-    """What a module's `load_state_dict` returns: names of the model's state dict that
-    another one lacks, and names of that one that the model does not have."""
+    """The result of a module's `load_state_dict`: names that the loaded state dict
+    lacks, and names that the model does not have."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]

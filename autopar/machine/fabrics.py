@@ -34,7 +34,7 @@ class Fabric:
     source: str = ""
 
     def level(self, devices: int, each: float = 1.0) -> Level:
-        """Links that join so many devices. each: NICs for a device of the node."""
+        """The links that join so many devices. each: NICs for a device of the node."""
         speed = self.bytes_per_second * each
         return Level(devices, speed, self.latency, step=self.step)
 

@@ -54,7 +54,7 @@ class BackendTimes(NamedTuple):
 
     @property
     def beside_products(self) -> float:
-        """What the rest takes when compiled, over what it takes as Python."""
+        """Compiled seconds over eager seconds, without products."""
         rest = self.eager - self.products
         return max(LEAST, (self.inductor - self.products) / rest) if rest > 0 else 1.0
 
@@ -219,7 +219,7 @@ Rows = Mapping[str, tuple[float, ...]]  # some are shorter in profiles of before
 
 
 class _Damaged(AutoparError):
-    """What a file has is no profile."""
+    """The contents of a file are no profile."""
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,9 @@ def measure_messages(
 def _measure_skew(
     comm: ProcessComm, device: torch.device, computing: Run, run: Run
 ) -> float:
-    """Returns seconds that ranks wait for the last of them after a second of computing,
-    see `passes.price.cluster.Link.skew`: by what a message takes more after much
-    computing than after little."""
+    """Returns the seconds that ranks wait for the slowest after a second of computing,
+    see `passes.price.cluster.Link.skew`: from how much longer a message takes after
+    much computing than after little."""
 
     def much() -> None:
         for _ in range(MUCH):

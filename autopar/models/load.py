@@ -203,7 +203,7 @@ def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
 
 @contextlib.contextmanager
 def _configured(spec: str) -> Iterator[None]:
-    """What transformers raises is about values of the configuration, in one line."""
+    """Reraises errors of transformers about a configuration's values, in one line."""
     try:
         yield
     except Exception as error:

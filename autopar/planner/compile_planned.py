@@ -63,8 +63,7 @@ def made_once(make: Callable[[], Path], store: dist.Store, rank: int) -> Path:
 def compile_there(
     directory: Path, prove: bool = True, cluster: Cluster | None = None
 ) -> Program:
-    """Compiles what is planned in a directory. cluster: of other devices than this
-    machine's, by whose prices stages are cut."""
+    """Compiles a directory's plan. cluster: other devices, whose prices cut stages."""
     record = read_record(directory)
     decided = read_decided(directory)
     with Progress("compile"):

@@ -109,7 +109,7 @@ class ShortModel:
         return max(lengths, default=1)
 
     def extents(self, *names: str) -> tuple[int, ...]:
-        """Sizes of the dims of these names."""
+        """The sizes of all dims with these names."""
         sizes = {
             dim.size
             for dims in self.named.dims.values()

@@ -121,7 +121,7 @@ def plan_request(
 
 
 def _is_devices(mesh: Any) -> bool:
-    """Whether what is given for a mesh says on how many devices, and no axes."""
+    """Whether the text or value for a mesh names devices, not axes."""
     written = isinstance(mesh, str) and re.match(r"\s*\d+\s*([a-zA-Z*]|$)", mesh)
     return isinstance(mesh, Cluster | int) or bool(written)
 

@@ -36,7 +36,7 @@ AGAIN = "plan again with this version of autopar"
 
 
 class EstimateError(AutoparError):
-    """An estimate.json that is not there, or not what `autopar plan` wrote."""
+    """There is no estimate.json, or `autopar plan` did not write it."""
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,8 @@ def _keep(shape: tuple[int, ...], example: Tensor | None) -> Tensor:
 def _draw_floats(
     shape: tuple[int, ...], generator: Generator, example: Tensor | None, seed: int
 ) -> Tensor:
-    """Draws floats as the example's: 0 and 1, shares of 1, positive ones, any; but what
-    hides by infinities is kept as it is."""
+    """Draws floats like the example's: 0 and 1, shares of 1, positive ones, or any; an
+    example that masks by infinities is kept."""
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x = x + torch.where(x < 0, -LEAST, LEAST)
     if example is None or not example.numel():

@@ -45,8 +45,8 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
 def relative_error(
     got: Tensor, want: Tensor, least: float = 0.0, size: Tensor | None = None
 ) -> float:
-    """|got - want| / max(|size|, least), the norms in double precision; the size is
-    that of what is wanted, if None is given."""
+    """|got - want| / max(|size|, least), with norms in double precision. size: `want`,
+    if None."""
     norm = torch.linalg.vector_norm
     scale = max(norm(as_reals(want if size is None else size)).item(), least)
     difference = norm(as_reals(got) - as_reals(want)).item()

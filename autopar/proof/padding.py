@@ -112,7 +112,7 @@ NOTHING_LEFT_OUT = "the loss has no labels that it ignores, and no mask"
 def _probe(
     batch: Mapping[str, Any], dims: Dims, rows: Dims, more: int
 ) -> dict[str, Any]:
-    """A batch of few rows or columns along these dims, and `more` of them."""
+    """A batch with few rows or columns along these dims, `more` than the least."""
     probe = dict(batch)
     for name, x in batch.items():
         if isinstance(x, Tensor):

@@ -174,7 +174,7 @@ def _prove_small(claim: Claim, layers: ChosenLayers) -> Proof:
 
 
 def _proof(size: str, runnable: Runnable, claim: Claim) -> Proof:
-    """What came of running a claim's program, or of one that it was made small to."""
+    """Proves a claim by running its program, or a small one made from it."""
     result = run(runnable, claim.untouched.batch, claim.seed)
     program = runnable.program
     worst = result.worst[0]

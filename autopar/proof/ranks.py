@@ -249,7 +249,7 @@ def _set_weights(step: RankStep, wholes: Mapping[str, Tensor]) -> None:
 
 
 def _join(program: Program, ranks: Sequence[_OfRank]) -> StepResult:
-    """The whole, from what each rank has of one step."""
+    """Joins the results that ranks have of one step."""
     _agree("the loss", [one.loss.item() for one in ranks])
     _agree("the norm of gradients", [one.norm for one in ranks])
     first = ranks[0]

@@ -143,7 +143,7 @@ class OurChance(TorchFunctionMode):
 
 
 def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What an op gives, without a number in it: what torch draws next is as it was."""
+    """An op's result without values, leaving torch's generator as it is."""
     args, kwargs = tree_map(
         lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x,
         (args, kwargs),

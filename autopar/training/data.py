@@ -43,7 +43,7 @@ class Data(Protocol):
         """The samples of these numbers, int64, from 0."""
 
     def split(self, fraction: float) -> tuple[Data, Data]:
-        """Data to train with, and the held-out rest: so much of it."""
+        """Splits off a share of the data: (to train with, held out)."""
 
     def digest(self) -> str:
         """A digest of the data, by which a resumed run knows that it is the same."""
@@ -168,7 +168,7 @@ class Synthetic:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Samples of which chance decides, by weight, what source each comes from.
+    """Draws each sample from one of several sources, by weight.
 
     weights: shares, of which the sum is 1.
     """

@@ -85,7 +85,7 @@ def begins(ids: Tensor, end: int | None) -> Tensor:
 
 
 def documents_of(ids: Tensor, end: int | None) -> Tensor:
-    """Which document of its sample a token is of, from 0, int64 [samples, seq]."""
+    """The document of each token, counted from 0 in a sample, int64 [samples, seq]."""
     return begins(ids, end).cumsum(1)
 
 

@@ -155,13 +155,13 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
 
 
 def _shown() -> AbstractContextManager[object]:
-    """What is being done before the first step is shown by rank 0."""
+    """Shows, on rank 0, the work before the first step."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     return progress.Progress("run") if first else nullcontext()
 
 
 class Training:
-    """The steps of a run; goes on from where a checkpoint ended, if there is one."""
+    """Runs the steps, from the last checkpoint on, if there is one."""
 
     def __init__(
         self,

@@ -156,8 +156,8 @@ def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | Non
 def layer_kinds(
     model: nn.Module, path: str, run: Run, put_back: PutBack
 ) -> list[Hashable] | None:
-    """What each layer of a list calls, and the shapes that come of it: that tells how
-    much it costs. None where it is not known. run, put_back: see `find_repeats`."""
+    """The calls of each layer of a list and their shapes, which determine its cost;
+    None where they are not known. run, put_back: see `find_repeats`."""
     for meta in (True, False):
         if parts := _calls(model, path, partial(run, meta), put_back):
             return [

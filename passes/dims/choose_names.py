@@ -29,7 +29,7 @@ def choose_names(
 
 
 def _sums_last(node: Node) -> bool:
-    """Whether a product sums one letter, the last of its first operand."""
+    """Whether a product sums over one letter, the last of its first operand."""
     rule = equation(node)
     if rule is None:
         return False

@@ -26,7 +26,7 @@ class Origin(enum.Flag):
 
 
 def find_origins(graph: Graph) -> dict[str, Origin]:
-    """Value name -> what it depends on."""
+    """Value name -> the sources that it depends on."""
     origins = {v.name: Origin.CONSTANT for v in (*graph.buffers, *graph.constants)}
     origins.update((v.name, Origin.INPUT) for v in graph.inputs)
     origins.update((v.name, Origin.PARAM) for v in graph.params)

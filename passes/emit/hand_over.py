@@ -86,8 +86,8 @@ class Part:
 
 
 def split_readers(parts: Sequence[Sequence[Item]]) -> list[Sequence[Item]]:
-    """The parts, with loops only of iterations that read what iterations of earlier
-    loops made: the first and last ones often read what was made outside of these."""
+    """The parts, with loops cut to the iterations that read results of earlier loops:
+    the first and last ones often read values from outside of these."""
     groups: list[Sequence[Item]] = []
     for items in parts:
         own: list[Item] = []
@@ -126,7 +126,7 @@ def _reading_rows(loop: Loop, before: Sequence[Part]) -> tuple[int, int]:
 
 
 def _entering(loop: Loop, one: Carried) -> list[Value | None]:
-    """What each iteration is handed by the one before; None for nothing."""
+    """The value that each iteration gets from the one before; None for none."""
     entering: list[Value | None] = [one.first, *[None] * (loop.count - 1)]
     for o in loop.makers[one.next.name]:
         j = loop.body[o].outs.index(one.next)

@@ -39,7 +39,7 @@ class Keys:
         self.kinds: dict[Hashable, str] = {}
 
     def name(self, table: str, value: str) -> str:
-        """The key of a value, which is given one if it has none."""
+        """The key of a value; a new one if it has none."""
         if value not in self.of:
             self.of[value] = self.unused(value, self.taken[table])
             self.taken[table].add(self.of[value])
@@ -144,7 +144,7 @@ def _origins(
 def _places(
     nodes: Iterable[Node], origins: Mapping[str, frozenset[str]]
 ) -> dict[str, tuple[Hashable, int]]:
-    """Value of a layer -> (what it is there, equal in layers alike; layer's number)."""
+    """Value of a layer -> (key, equal in layers alike; the layer's number)."""
     places: dict[str, tuple[Hashable, int]] = {}
     count: Counter[Hashable] = Counter()
     for node in nodes:

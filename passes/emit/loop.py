@@ -47,12 +47,12 @@ Row = tuple[Node | None, ...]
 class Loop:
     """Nodes that repeat.
 
-    rows: the nodes themselves, by iteration; None where an iteration does without.
-    body: nodes that read what is `carried` and `scanned` by the names that these have
-    there, and constants that vary as `Varying`; what some iterations make by one node,
-    and others by another, has one name. layer: (first, step): the number of the layer
-    that an iteration is about. lasting: names of what stays for iterations after the
-    next, until it is made again.
+    rows: the nodes by iteration, None where an iteration lacks one. body: one node for
+    each column, which reads `carried` and `scanned` values by their names in the body,
+    and constants that vary as `Varying`; a value that different nodes make in different
+    iterations has one name. layer: (first, step) of the number of an iteration's layer.
+    lasting: names of values that later iterations than the next read, until they are
+    made again.
     """
 
     rows: tuple[Row, ...]

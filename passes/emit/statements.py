@@ -73,6 +73,6 @@ class Statements:
 
 
 def delete(names: Iterable[str]) -> list[str]:
-    """A statement that lets go of those that are names of locals."""
+    """A `del` statement for those names that are locals."""
     deleted = [name for name in dict.fromkeys(names) if name.isidentifier()]
     return [f"del {', '.join(deleted)}"] if deleted else []

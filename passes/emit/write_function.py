@@ -20,10 +20,10 @@ from ..stage.storages import Alive
 class Function:
     """Writes a function, statement by statement.
 
-    texts: value -> its named dims. tables: value -> how what is there anyway is read.
-    between, number: what this part has of others. alive: what is in memory when.
-    device: where it makes tensors. taken: names that mean something else. chains:
-    whether views of views are one statement.
+    texts: value -> its named dims. tables: value -> the expression of a value that
+    exists anyway. between, number: the values that this part has from others. alive:
+    the memory in use at each statement. device: where it makes tensors. taken: names
+    with other meanings. chains: whether views of views are one statement.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class LoopWriter:
     """Writes a loop, in the order in which its statements run.
 
-    function: what it is part of, whose names it takes and gives. after: names of what
-    is read after the loop.
+    function: that the loop is in, with which it shares names. after: names that are
+    read after the loop.
     """
 
     def __init__(self, function: Function, loop: Loop, after: Collection[str]) -> None:
@@ -212,8 +212,8 @@ class LoopWriter:
     # --- what it does --------------------------------------------------------------
 
     def name_handed(self) -> None:
-        """Name what the function returns by the layer's number; what it returns of some
-        iterations alone is a local, and put there at their end."""
+        """Names the function's results by the layer's number; results of some
+        iterations alone are locals, stored at their end."""
         texts: dict[str, dict[int, str]] = {}
         for name, inner, t in self.loop.instances():
             if name in self.function.tables:
@@ -269,8 +269,7 @@ class LoopWriter:
         return body.end()
 
     def originals(self, places: Sequence[int]) -> dict[str, str]:
-        """What values of some nodes of the body are in the first iteration that runs
-        these."""
+        """The names of nodes' results in the first iteration that runs them."""
         names: dict[str, str] = {}
         for o in places:
             node, first = self.loop.body[o], self.loop.nodes(o)[0]

@@ -84,7 +84,7 @@ def _entries(values: Sequence[Value]) -> str:
 
 
 def _families(values: Mapping[str, Value]) -> str:
-    """A table of shapes by key: those that differ in the number of a layer by one
+    """A table of shapes by key; keys that differ in a layer's number are one
     comprehension."""
     series: dict[tuple[str, str], list[int]] = {}
     lines = []

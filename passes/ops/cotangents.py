@@ -187,8 +187,8 @@ class Cotangents:
         return dy.name in self._shared
 
     def add(self, v: Value, dy: Value) -> None:
-        """One consumer's contribution to the cotangent of `v`, which is added to those
-        before it at once, if any of them is its own."""
+        """Adds one consumer's contribution to the cotangent of `v`, in place if an
+        earlier one may be overwritten."""
         values = self._collected.setdefault(v.name, _Collected()).values
         values.append(dy)
         if len(values) > 1 and (own := self._pop_own(values)) is not None:

@@ -131,9 +131,9 @@ class PartLevels(PartCost):
 
 @dataclass(frozen=True)
 class Held(Amounts):
-    """Bytes of parameters: all, those that are trained, those that products read, of
-    these what is cast to another precision once a step, and those that are updated
-    elsewhere, so that the optimizer's state is not on the device."""
+    """Bytes of parameters: all; trained; read by products; of these, cast to another
+    precision once a step; and updated elsewhere, so that the optimizer's state is not
+    on the device."""
 
     parameters: float = 0.0
     trained: float = 0.0

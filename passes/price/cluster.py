@@ -129,10 +129,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """devices: how many there are. levels: of links, innermost first; the last joins
-    all of them. messages: what was measured between so many ranks; levels are for what
-    was not. profile: what the measurements are of, "" without any. cores: that the
-    processes of all devices share, one thread each; 0: each has its own."""
+    """devices: their number. levels: of links, innermost first; the last joins all.
+    messages: measurements by number of ranks; levels stand for the others. profile: the
+    name of the measured machine, "" if none. cores: that the processes of all devices
+    share, one thread each; 0: each has its own."""
 
     device: Device
     devices: int

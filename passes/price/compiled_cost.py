@@ -57,8 +57,8 @@ def count_once(
 def activation_budget(
     accounts: Sequence[Account], locals_: Sequence[LocalStage], memory: float
 ) -> Limits:
-    """What so many bytes of a device (0: no limit) leave for activations beside what
-    stays on each rank. accounts: of each stage, see `stage_accounts`."""
+    """The bytes left for activations on each rank of a device with `memory` bytes (0:
+    no limit). accounts: of each stage, see `stage_accounts`."""
 
     def limits(placement: Sequence[int]) -> list[float]:
         ranks = by_rank(count_once(accounts, locals_, placement), placement)

@@ -26,10 +26,9 @@ from ..stage.storages import Storages, storages
 
 
 class Sharing(NamedTuple):
-    """What tells how ranks would run a stage that held shares of its parameters: the
-    stage whose backward makes gradients; parameter -> its gradient there. peaks:
-    whether it is told what would be alive at once. tied: see
-    `passes.stage.blocks.Blocks`."""
+    """A stage as ranks would run it with shards of its parameters: the stage whose
+    backward makes gradients; parameter -> its gradient there. peaks: whether to compute
+    what would be alive at once. tied: see `passes.stage.blocks.Blocks`."""
 
     local: LocalStage
     made: Mapping[str, Value]
@@ -40,8 +39,8 @@ class Sharing(NamedTuple):
 def with_held(
     account: Account, local: LocalStage, sharing: Sharing | None, offload: bool
 ) -> Account:
-    """The account of what a stage computes, with the bytes that it holds. offload: the
-    optimizer's state is not on the device."""
+    """The account with the bytes that the stage holds. offload: the optimizer's state
+    is not on the device."""
     experts = find_experts(local)
     usual = storages(local)
     sizes = footprint_of(local, usual)
@@ -127,7 +126,7 @@ def _with_messages(
 
 
 def find_experts(local: LocalStage) -> set[str]:
-    """Parameters of which each rank that holds experts has others."""
+    """Names of parameters that differ on each rank which holds experts."""
     axes = [name for name, axis in AXES.items() if axis.holds_experts]
     shardings = local.stage.shardings
     named = ((v.name, axis) for v in local.params for axis in axes)

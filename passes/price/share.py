@@ -25,7 +25,7 @@ NOTHING = Kernels()
 
 
 def resting_bytes(account: Account, candidate: Candidate) -> tuple[float, float]:
-    """Parameters, gradients and the optimizer's state that a rank keeps a share of; and
+    """Bytes of a rank's shards of parameters, gradients and optimizer state; and of
     what is whole for a step."""
     mine = _Shares(account, candidate)
     return mine.held.resting, account.whole + (mine.more_whole if mine.zero else 0.0)

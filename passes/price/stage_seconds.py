@@ -45,8 +45,8 @@ class Exposed:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What one microbatch takes on a stage: forward, and halves of the backward, with
-    what it waits for others in them. footprint: what it keeps in memory."""
+    """Seconds of one microbatch on a stage: forward and the halves of backward, with
+    their waits. footprint: its memory."""
 
     forward: float
     backward: float

@@ -69,9 +69,9 @@ VIEW = re.compile(r"\.\w+\([^()]*\)")
 
 
 class Counts(Enum):
-    """SOME: layers, or other things that a small program has as many of. ROWS: layers
-    of the whole model, or what else a table has rows of. BEFORE: layers before those of
-    this stage. MASKS: draws before this one. OTHERS: what is as it is in the small
+    """What a number counts. SOME: layers, or other items of which a small program has
+    as many. ROWS: layers of the whole model, or rows of another table. BEFORE: layers
+    before this stage. MASKS: draws before this one. OTHERS: the same as in the small
     program."""
 
     SIZE, LAYERS, SOME, ROWS, BEFORE, MASKS, OTHERS = range(7)

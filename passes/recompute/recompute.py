@@ -29,7 +29,7 @@ from ..recompute.elementwise_again import elementwise_again
 def recompute(
     policies: Mapping[str, str], run: Run, keep: Collection[str]
 ) -> list[Node]:
-    """The backward, with nodes in it that make again what is not kept.
+    """The backward, with nodes in it that recompute what is not kept.
 
     policies: layer -> the name of its policy, see `POLICIES`. keep: names of values
     that are kept anyway, as they leave the stage.

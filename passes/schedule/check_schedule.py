@@ -79,7 +79,7 @@ def columns(count: int, fit: int) -> list[int | None]:
 
 
 def _locate(schedule: Schedule) -> dict[Action, _Place]:
-    """Find every action: once, on the rank of its stage, of a stage that exists."""
+    """Finds every action. Each must occur once, on the rank of a stage that exists."""
     places: dict[Action, _Place] = {}
     for rank, actions in enumerate(schedule.ranks):
         for index, action in enumerate(actions):

@@ -100,7 +100,8 @@ class _Run:
         return Timeline(self.schedule, starts, tuple(self.done))
 
     def _go_on(self) -> bool:
-        """Let ranks do what takes no time, and begin what does; whether any did."""
+        """Lets ranks do actions that take no time, and begin others; whether any did
+        so."""
         changed = False
         for rank in range(len(self.done)):
             while rank not in self.left and self._step(rank):

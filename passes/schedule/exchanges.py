@@ -63,8 +63,8 @@ def exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
 def _go_together(
     begun: Sequence[Action], more: Action, place: Mapping[Action, int]
 ) -> bool:
-    """Whether a rank has all that it sends before it needs what it receives, and there
-    is one message each way."""
+    """Whether messages can be exchanged at once: the rank has all that it sends before
+    it needs what it receives, with one message each way."""
     if len(begun) > 1 or begun[0].kind.is_send == more.kind.is_send:
         return False
     recv, send = sorted((begun[0], more), key=lambda a: a.kind.is_send)

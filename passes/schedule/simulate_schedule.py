@@ -223,7 +223,7 @@ def kind_seconds(
 def _cell(
     schedule: Schedule, spans: Sequence[Span], column: int | None, unit: float
 ) -> str:
-    """What a rank does at the middle of a column."""
+    """The action of a rank at the middle of a column."""
     if column is None:
         return "…"
     middle = (column + 0.5) * unit

@@ -209,8 +209,8 @@ def _pipelines(
 
 
 def _stages_per_rank(space: Space, schedule: str) -> tuple[int, ...]:
-    """How many stages a rank may run: those that are tried, or what is decided of what
-    the schedule takes: one, two, or any number from two on."""
+    """The numbers of stages a rank to try: the decided one, or those that the schedule
+    allows: one, two, or any from two on."""
     named = SCHEDULES.get(schedule)
     tried = named.stages_per_rank if named else (1,)
     decided = space.stages_per_rank or tried

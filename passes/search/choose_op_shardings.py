@@ -63,7 +63,7 @@ class AxisShardings:
 
 
 class Axis:
-    """What one axis splits, for any price of bytes. layers: that repeat, if any do."""
+    """The choices of one axis, for any price of bytes. layers: that repeat, if any."""
 
     def __init__(self, setting: Setting, layers: Layers | None = None) -> None:
         self.costs, self.layers = OpShardingCosts(setting), layers
@@ -72,7 +72,7 @@ class Axis:
         self.sizes = [len(own) for own in self.costs.choices]
 
     def best(self, byte: float = 0.0) -> AxisShardings:
-        """The op shardings that cost least, with a byte worth so many seconds."""
+        """The cheapest op shardings, with a byte worth `byte` seconds."""
         return self._shardings_of(self._chosen(byte))
 
     def _chosen(self, byte: float = 0.0) -> Chosen:
@@ -321,8 +321,8 @@ def _with(plan: Plan, axis: str, own: Mapping[str, str | None]) -> Plan:
 
 
 def find_residuals(named: Named, plan: Plan) -> dict[str, str]:
-    """What one device would keep from forward to backward: each value, and what
-    it is a view of, with that whose storage these show."""
+    """The values that one device would keep from forward to backward, and those that
+    they are views of -> the value whose storage they show."""
     # What `auto` computes again is decided later, for what op shardings leave.
     policy = "none" if plan.recompute == "auto" else plan.recompute
     alone = Plan(Mesh(()), recompute=policy)

@@ -147,7 +147,7 @@ class _Search:
         return on_paper(schedule, seconds, 0.0).seconds, choice
 
     def solve_rank(self, schedule: Schedule, rank: int, rest: RankMemory) -> Choice:
-        """The choice for the layers of one rank's stages. rest: what stays there."""
+        """The choice for the layers of one rank's stages. rest: its other memory."""
         placed = zip(self.stages, schedule.stage_to_rank, strict=True)
         own = [stage for stage, there in placed if there == rank]
         layers = [layer for stage in own for layer in stage.layers.values()]

@@ -143,8 +143,8 @@ class OpShardingCosts:
             yield Amounts((i,), torch.tensor(rows, dtype=torch.float64))
 
     def _op_seconds(self, part: Node, trained: bool) -> float:
-        """Returns the seconds that a rank's part of an op and of its derivative take,
-        without what ranks exchange."""
+        """Returns the seconds of a rank's part of an op and its derivative, without
+        communication."""
         key = signature(part), *(v.type for v in part.results), trained
         if key not in self._took:
             parts = op_parts(part, self.flows, self.setting.device, trained, {})

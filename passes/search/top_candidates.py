@@ -44,11 +44,11 @@ def other_ways(best: Sequence[Estimate], space: Space, fit: Fit) -> list[Estimat
 
 
 def best_cuts(best: Sequence[Estimate], fit: Fit) -> list[Estimate]:
-    """The same plans, but stages of ranks that run several balanced one by one, where
-    that is faster.
+    """The same plans; where that is faster, each of a rank's stages is balanced by
+    itself.
 
-    A rank's stages together balance what it has to do, see `balance_ranks`; with few
-    microbatches what each of them takes by itself matters more.
+    Usually the stages of a rank balance its work together, see `balance_ranks`; with
+    few microbatches each stage's own seconds matter more.
     """
     return [_better_cut(e, fit) for e in best]
 
@@ -62,7 +62,7 @@ def _better_cut(e: Estimate, fit: Fit) -> Estimate:
 
 
 def _stage_by_stage(e: Estimate) -> tuple[int, ...] | None:
-    """Layers by what the stages took: of an inner one, and of the ends beside it."""
+    """Layers of each stage by the seconds that an inner stage and both ends took."""
     layers, took = e.candidate.layers, [stage.total for stage in e.stages]
     layer = took[1] / layers[1]
     before = took[0] - layer * layers[0]

@@ -68,7 +68,7 @@ class Setting:
         return lies.local_shape(self.sharded.named.dims[v.name], self.sizes, first)
 
     def bytes_of(self, v: Value, state: State) -> int:
-        """Bytes of a value on the first rank, split by other axes as it is made."""
+        """Bytes of a value on the first rank; other axes split it as it is made."""
         place = state if isinstance(state, tuple) else None
         shape = self.local_shape(v, self.sharded.states[v.name], place)
         return math.prod(shape) * v.dtype.itemsize

@@ -87,7 +87,7 @@ def check_sharding(v: Value, dims: Dims, lies: Sharding, plan: Plan) -> None:
 def _problem(
     node: Node, axis: str, shardings: Mapping[str, Sharding], flows: Collection[str]
 ) -> str | None:
-    """What is wrong with a node on one axis, if anything is."""
+    """The fault of a node on one axis, if it has one."""
     has = {v.name: kind(shardings[v.name].state(axis)) for v in _values(node)}
     before = [has[v.name] for v in node.operands if v.name in flows]
     after = [has[v.name] for v in node.results if v.name in flows]

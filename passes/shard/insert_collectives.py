@@ -113,7 +113,7 @@ class _Lowering(ReshardEmitter):
         self.values = {v.name: v for n in sharded.graph.nodes for v in n.results}
 
     def add(self, node: Node, needs: tuple[Sharding, ...]) -> None:
-        """Append a node, with what it needs inserted before it."""
+        """Appends a node, after the collectives that its operands need."""
         converted = iter(
             [
                 self.convert(v, need, node.location)

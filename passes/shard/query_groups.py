@@ -42,9 +42,8 @@ def find_groups(named: Named) -> Groups:
 
 
 def with_groups(mesh: Mesh, groups: Groups) -> Mesh:
-    """The mesh with tp=n as tp=a and, inside of it, qp=n/a, where n is more than the
-    heads of keys. One that has an axis qp stays as it is.
-    """
+    """The mesh with tp=n as tp=a and, inside of it, qp=n/a, if n exceeds the heads of
+    keys. A mesh that has an axis qp stays as it is."""
     ranks = mesh.axis_size(TENSOR)
     keys = ranks_of_keys(groups, ranks)
     if keys == ranks or mesh.axis_size(QUERY_GROUP) > 1:

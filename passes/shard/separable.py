@@ -31,10 +31,10 @@ CUT = (
 def check_op(
     named: Named, states: Mapping[str, Sharding], node: Node, op_sharding: OpSharding
 ) -> None:
-    """Refuses an op that needs more than a microbatch has of one of its operands.
+    """Refuses an op that needs more of an operand than a microbatch has.
 
-    states: of the operands. op_sharding: what microbatches split of the op.
-    Raises: LossNotSeparable.
+    states: of the operands. op_sharding: how microbatches split the op. Raises:
+    LossNotSeparable.
     """
     for v in node.operands:
         state = states[v.name]

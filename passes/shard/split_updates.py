@@ -119,7 +119,7 @@ class _Splitter:
         return graph.verify(), list(sums.values())
 
     def _late(self, node: Node) -> bool:
-        """Whether a node computes with no part of the batch, but sums of it."""
+        """Whether a node reads only sums over the batch, and no part of it."""
         if node.op in CHANCE:
             return False
         for v in node.operands:

@@ -50,9 +50,9 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMessages(Amounts):
-    """Parameters that a part gathers by block, or gradients that leave it: messages,
-    one for each dtype of a block, and bytes of them; the same of some, which are not
-    among these; and bytes of the largest block."""
+    """The parameters that a part gathers by block, or the gradients that leave it:
+    messages, one for each dtype of a block, and their bytes; the same for parameters
+    that are counted apart; and bytes of the largest block."""
 
     calls: float = 0.0
     bytes: float = 0.0

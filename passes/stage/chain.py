@@ -61,8 +61,8 @@ class Chain:
         return gathers
 
     def _behind(self) -> dict[str, dict[str, Node]]:
-        """What is made beside the chain -> the gathers of parameters that lead to it,
-        by name."""
+        """Value made beside the chain -> the gathers of parameters that lead to it, by
+        name."""
         plan, own = self.lowered.plan, {id(node) for node in self.nodes}
         behind: dict[str, dict[str, Node]] = {}
         for node in self.lowered.graph.nodes if plan.zero else ():

@@ -105,8 +105,8 @@ def residuals_by_layer(local: LocalStage) -> dict[str, int]:
 
 
 def _whole(local: LocalStage) -> tuple[int, int]:
-    """Bytes of what is there for a step, though something else is held between steps;
-    and the most at both ends of the step."""
+    """Bytes that exist for a whole step in addition to what is held between steps, and
+    the most at both ends of the step."""
     resident = {v.name for v in (*local.params, *local.buffers, *local.constants)}
     resident |= {v.name for n in local.setup for v in n.results}
     made = find_made(local.prologue, resident)

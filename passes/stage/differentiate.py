@@ -292,9 +292,9 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
 def _tell_ready(
     joint: Joint, parts: Sequence[Sequence[Node]], epilogue: Sequence[Node]
 ) -> tuple[list[Node], list[Node]]:
-    """The last part of the backward, and the epilogue, which say what of gradients that
-    are scattered or reduced once a step is ready: those of what is gathered for a step,
-    and those that are pending on an axis of space."""
+    """The last part of the backward, and the epilogue, with nodes that tell which
+    gradients are ready, of those scattered or reduced once a step: gradients of values
+    gathered for a step, and those pending on an axis of space."""
     held, shardings = {v.name for v in joint.sources["params"]}, joint.stage.shardings
     wholes = {g.name: g for name, g in joint.grads.items() if name not in held}
     pending = {

@@ -25,8 +25,8 @@ IDENTITIES = ("comm.enter", ENDS_GRADIENT)
 def drop_identities(
     *parts: list[Node], handed_on: Collection[str] = ()
 ) -> tuple[list[Node], ...]:
-    """Leave out what does nothing at run time. handed_on: names of values that others
-    wait for, by these names."""
+    """Drops nodes that do nothing at run time. handed_on: names of values that are
+    needed by these names."""
     aliases: dict[str, Value] = {}
 
     def follow(nodes: list[Node]) -> list[Node]:

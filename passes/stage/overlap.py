@@ -326,7 +326,7 @@ def _messages(
 
 
 def _whole(collective: Node) -> Value:
-    """What is gathered, or to be scattered."""
+    """The value that is gathered, or is to be scattered."""
     return collective.out if collective.op == GATHER else collective.operands[0]
 
 

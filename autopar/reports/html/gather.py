@@ -41,7 +41,7 @@ class Wanted:
 
 
 def plan_data(folder: Path, wanted: Wanted) -> dict[str, Any]:
-    """Gathers what a page shows of a directory that was planned, compiled, or run in.
+    """Gathers the page's data on a directory that was planned, compiled, or run in.
     Raises: AutoparError."""
     logs = [*find_logs(folder), *wanted.logs]
     data: dict[str, Any] = {

@@ -32,8 +32,8 @@ def mesh_data(
 
 
 def _link(mesh: Mesh, cluster: Cluster, axes: tuple[str, ...]) -> dict[str, Any]:
-    """ranks: that meet; in_node: of them at least so many in one, None: all. speed:
-    bytes a second that each sends as far as the group reaches."""
+    """ranks: that communicate. in_node: the fewest of them in one node; None: all.
+    speed: bytes a second that each sends to the farthest."""
     link = cluster.link(mesh, axes)
     finite = math.isfinite(link.bytes_per_second)
     return {

@@ -189,8 +189,8 @@ class _Grid:
         return [self.extent(part, n)[0] for part, n in pairs]
 
     def extent(self, part: str, local: int) -> tuple[int, bool]:
-        """Returns that of a tensor dim without splits, and whether the rank's share can
-        be of it."""
+        """Returns the extent of an unsplit tensor dim, and whether the rank's share
+        fits it."""
         factors = FACTOR.findall(part)
         known = [int(n) if n.isdigit() else self.extents.get(n, 0) for n, _ in factors]
         axes = [a for _, own in factors for a in own.split("/") if a]

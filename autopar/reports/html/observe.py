@@ -149,8 +149,8 @@ class _Watch:
         self.seen.brought[statement.line] = sum(map(_bytes, tensors(brought)))
 
     def _residuals(self, frame: FrameType, kept: Any) -> None:
-        """Names of what the forward keeps: each storage once, by the name of what was
-        made first in it; not what the batch or parameters are made of."""
+        """Notes the residuals: each storage once, by the name of the first tensor in
+        it, without those of the batch or parameters."""
         names: dict[int, str] = {}
         for name, value in frame.f_locals.items():
             if isinstance(value, Tensor):

@@ -10,7 +10,7 @@ from autopar.passes.errors import AutoparError
 
 
 class LogError(AutoparError):
-    """A log that is not there, or not one of a run."""
+    """There is no such log, or it is no log of a run."""
 
 
 def find_logs(folder: Path) -> list[Path]:

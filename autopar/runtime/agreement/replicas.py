@@ -239,9 +239,9 @@ class Apart:
 
     @classmethod
     def between(cls, a: Sketches, b: Sketches, eps: float) -> Apart:
-        """Returns what they are apart now, or what of it came since the last time, if
-        that is less: weights that were loaded are alike again, and what rounding left
-        then is not counted again."""
+        """Returns the present difference, or its growth since the last time, if that is
+        less: weights that were loaded are alike again, and the rounding that was left
+        then does not count again."""
         now, came = (
             square(map(float.__sub__, x, y)) for x, y in zip(a, b, strict=True)
         )

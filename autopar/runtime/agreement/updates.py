@@ -302,7 +302,7 @@ class Updates:
         self._groups = groups
 
     def _is_of_all(self, name: str) -> bool:
-        """Whether all ranks of a stage have it, or a part of it: not an expert."""
+        """Whether all ranks of a stage hold a parameter, or part of it: no expert's."""
         spec = self._specs.get(name)
         return spec is None or spec.row is None
 

@@ -50,8 +50,8 @@ def check_model(program: Program, model: nn.Module) -> None:
 
 
 def check_known(program: Program, state: Mapping[str, Tensor]) -> None:
-    """Raises ModelMismatch for buffers of which forward asked what is in them, when it
-    was captured, and that have other values in `state`."""
+    """Raises ModelMismatch for buffers whose contents the captured forward depends on,
+    if their values in `state` differ."""
     for name, was in program.known.items():
         if name in state and not state[name].is_meta and digest(state[name]) != was:
             raise ModelMismatch(

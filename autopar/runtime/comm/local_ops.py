@@ -251,8 +251,8 @@ class LocalOps(Placement):
 
 
 def _local(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """Global index [...] -> position in my share [...], which is 0 where it lies in
-    none of it; and where that is so, bool [...]."""
+    """Global index [...] -> position in my share [...], 0 where it is outside; and
+    whether it is inside, bool [...]."""
     (begin, passed), *others = pieces
     local = index - begin
     outside = (local < 0) | (local >= passed)

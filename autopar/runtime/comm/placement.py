@@ -37,7 +37,7 @@ class Placement:
         return self._ranks[axes]
 
     def place(self, axes: Axes) -> int:
-        """Which of the ranks on these axes this one is."""
+        """The index of this rank among those along these axes."""
         return self.ranks(axes).index(self.rank)
 
     def layout(self, n: int, axis: Axes) -> tuple[Pieces, ...]:

@@ -273,7 +273,7 @@ def _keys(tile: Tile) -> slice:
 
 
 def _mask(scoring: Scoring, visit: Visit, of: slice, tile: Tile) -> Tensor | None:
-    """The part of the mask of some of my rows and some of the keys that are here."""
+    """The mask of some of my rows against some of the keys that are here."""
     documents, shown = scoring.documents, scoring.shown
     if scoring.window is not None or documents is not None or shown is not None:
         if tile.ahead is None:

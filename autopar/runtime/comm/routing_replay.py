@@ -61,7 +61,7 @@ class RoutingReplay:
 
 
 class Choosing(TorchFunctionMode):
-    """Notes what a model chooses along last dims, or tells it. made: in order."""
+    """Records a model's choices along last dims, or replays them. made: in order."""
 
     def __init__(self, replay: RoutingReplay | None = None) -> None:
         super().__init__()

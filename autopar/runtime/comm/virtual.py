@@ -174,7 +174,7 @@ class VirtualComm(Comm):
 
 
 def _stacked(shards: list[Tensor]) -> list[Tensor]:
-    """What each rank gets of a gather."""
+    """The result of a gather on each rank."""
     return [torch.stack(shards) for _ in shards]
 
 

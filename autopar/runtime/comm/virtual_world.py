@@ -18,7 +18,7 @@ from autopar.runtime.comm.work import Work
 
 
 class Deadlock(CommError):
-    """No rank can go on. The text lists what each of them waits for."""
+    """All ranks wait. The text lists what each of them waits for."""
 
 
 class Mismatch(CommError):
@@ -53,7 +53,7 @@ class Call:
 
 @dataclass
 class Meeting:
-    """A collective under way: what the ranks that are there bring, by rank."""
+    """A collective under way: the contributions of ranks that have come, by rank."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Joined(Work):
 
 
 class Reducing(Work):
-    """One rank's part in a reduction that is written over what it brought."""
+    """One rank's part in a reduction that overwrites its contribution."""
 
     def __init__(self, joined: Joined, x: Tensor) -> None:
         self.joined, self.x, self.version = joined, x, x._version

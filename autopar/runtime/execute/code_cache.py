@@ -42,9 +42,9 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What Inductor made of a function. writes: numbers of the tensors among its
-    arguments that it writes over. nothing: of its results that are None, which are not
-    among those of `run`."""
+    """A function that Inductor compiled. writes: indices of the arguments that it
+    overwrites. nothing: indices of results that are None, which `run` does not
+    return."""
 
     run: Callable[..., Any]
     writes: tuple[int, ...]
@@ -240,7 +240,7 @@ def _key(source: str, signature: Signature, device: torch.device) -> str:
 
 
 def _numbers_of(path: Path) -> Path:
-    """The file beside compiled code that has what else `Compiled` is made of."""
+    """The file beside compiled code with the other fields of `Compiled`."""
     return path.with_suffix(".numbers")
 
 
@@ -266,7 +266,7 @@ def _processor(device: torch.device) -> tuple[Any, ...]:
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Lets processes that share a directory in by turns: others find what one made."""
+    """Locks a directory: the next process finds what the one before has compiled."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

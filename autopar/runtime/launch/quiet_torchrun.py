@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _end_with(starter: int) -> None:
-    """End when the process is gone that started this one, in a session of its own."""
+    """Ends this process, which has a session of its own, once its starter is gone."""
     while os.getppid() == starter:
         time.sleep(PAUSE)
     os.kill(os.getpid(), signal.SIGTERM)

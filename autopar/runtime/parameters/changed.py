@@ -104,7 +104,7 @@ class Originals:
         self._hooks = _hooks_on_forward(model)
 
     def written(self) -> bool:
-        """Whether anything was written into one of them since they were looked at."""
+        """Whether one of them was written to since the last look."""
         known = ((own.tensor(), own.version) for own in self._known.values())
         return any(x is not None and x._version != version for x, version in known)
 

@@ -44,7 +44,7 @@ class Stack:
 def make_stacks(
     program: Program, parameters: Mapping[str, nn.Parameter]
 ) -> list[Stack]:
-    """The tensors of a rank's stages that have several of its parameters as rows."""
+    """The tensors of a rank's stages that stack several of its parameters."""
     stacks = []
     for name in program.tensors:
         rows = {n: parameters[n] for n in program.rows_of(name) if n in parameters}

@@ -268,13 +268,13 @@ class _Memory:
             self.check_lasting(running, node)
 
     def is_updated(self, target: Value) -> bool:
-        """Whether a tensor is a buffer, or a part of one, that is written to, or what
-        one becomes."""
+        """Whether a tensor is, or is to become, a buffer that is written to, or a part
+        of one."""
         root = self._root(target.name)
         return root in self.updates or root in self.becoming
 
     def updated(self) -> dict[str, Value]:
-        """What each buffer has that was written to, after it."""
+        """The value of each buffer that was written to, after the writes."""
         changed = {k: v for k, v in self.buffers.items() if k in self.updates}
         return {name: self.now(v) for name, v in changed.items()}
 

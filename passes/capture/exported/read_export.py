@@ -226,9 +226,8 @@ class ExportReader:
         return result
 
     def note_flow(self, target: Any, args: Any, outs: tuple[Value | None, ...]) -> None:
-        """Remember through which values gradients flow; refuse a write under no_grad
-        into one from outside of it: autograd does not see it, who reads it later does.
-        """
+        """Records the values that gradients flow through; refuses a write under no_grad
+        into an outer one, which autograd does not see, but later readers do."""
         writes = target._schema.is_mutable and isinstance(args[0], Value)
         place = self.memory.get(args[0].name) if writes else None
         within = self.detached and place is not None

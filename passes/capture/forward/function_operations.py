@@ -162,7 +162,7 @@ class _CopiedOut(TorchFunctionMode):
 
 
 class _WritesLast(TorchFunctionMode):
-    """Computes what is written in place, `x.mul_(y)`, beside x, and copies it there:
+    """Computes in-place ops, `x.mul_(y)`, out of place, and copies the result to x:
     autograd keeps the former x where a capture does not see it."""
 
     def __torch_function__(
@@ -194,7 +194,7 @@ def _differentiable_backward(cls: Apply) -> Callable[..., Any]:
 
 
 def shape_of(arg: Any) -> Any:
-    """What is known of an argument: its `Shape`, or it itself, if it is no tensor."""
+    """The `Shape` of a tensor; any other argument itself."""
     if not isinstance(arg, Tensor):
         return arg
     return Shape(tuple(arg.shape), arg.dtype, arg.requires_grad)

@@ -42,7 +42,7 @@ def _value(buffer: Tensor) -> Tensor:
 
 
 def _evaluated(make: Callable[[], Any]) -> Any:
-    """What is made outside of the capture; None where it is another each time."""
+    """A value made outside of the capture; None if it differs each time."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), _Certain():
         try:
             return make()
@@ -51,7 +51,7 @@ def _evaluated(make: Callable[[], Any]) -> Any:
 
 
 def _base(x: Tensor) -> Tensor:
-    """What x is a view of, or itself."""
+    """The tensor that x is a view of, or x itself."""
     return x if x._base is None else x._base
 
 

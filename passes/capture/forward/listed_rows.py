@@ -60,8 +60,7 @@ def rows_listed(
 
 
 def with_rows(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of a call, with the rows themselves for what is listed in an
-    index."""
+    """The arguments of a call, with listed rows in an index replaced by the rows."""
     if func not in INDEXED:
         return args
     x, index, *values = args

@@ -38,8 +38,8 @@ class Beside:
 
 
 class LossModule(nn.Module):
-    """The model, called by keyword, with only its loss, metrics and what is wanted
-    coming out."""
+    """The model, called by keyword, which returns only its loss, metrics and the
+    outputs that are wanted."""
 
     def __init__(
         self,

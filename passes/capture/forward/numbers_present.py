@@ -96,8 +96,8 @@ class Places:
 
 
 class Present:
-    """What is known of tensors that tell which numbers there are. asked: whether they
-    were gone through."""
+    """Tensors known to list which numbers are present. asked: whether one was iterated
+    over."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -109,8 +109,8 @@ class Present:
     def note(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Notes a result that is such rows, or one known number, or of which something
-        is known."""
+        """Notes a result that lists present numbers, is one of them, or is computed
+        from them."""
         x, *others = args or (kwargs.get("input"),)
         if isinstance(result, Tensor) and (most := self._limit(func, x, others)):
             self._note_below(result, most)

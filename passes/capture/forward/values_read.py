@@ -98,9 +98,9 @@ LOOKS = {
 
 @dataclass(frozen=True)
 class Read:
-    """A call whose result depends on values. name: of what is called. rows: whether it
-    is the number of rows that does. experts: whether the code speaks of experts. fix:
-    how to do without, if not as others do."""
+    """A call whose result depends on values. name: of the function. rows: whether its
+    number of rows does. experts: whether the code mentions experts. fix: a way to do
+    without, if not the usual one."""
 
     name: str
     source: str
@@ -163,8 +163,8 @@ def _read_of(func: Any, result: Any) -> Read | None:
 
 
 def has_shape(x: Tensor) -> bool:
-    """Whether its shape is known before it runs. No mode of a capture, each of which
-    takes longer than the answer, is told of the question."""
+    """Whether a tensor's shape is known before it runs. The question bypasses the modes
+    of a capture, each of which takes longer than the answer."""
     with torch._C.DisableTorchFunction():
         return all(type(n) is int for n in x.shape)
 
@@ -182,7 +182,7 @@ def _is_unknown(arg: Any) -> bool:
 
 
 def tried_by(func: Any, args: Any, error: Exception) -> Read | None:
-    """The read that a call would have been, by what it raised."""
+    """The read that a failed call attempted, by its error."""
     if not reads_values(error) or _is_unknown(args):
         return None
     name = getattr(func, "__name__", str(func))
@@ -204,7 +204,7 @@ def reads_values(error: BaseException) -> bool:
 def capture_failed(
     error: Exception, model: nn.Module, fields: Iterable[str], read: Read | None
 ) -> CaptureError:
-    """What to raise instead of torch's error. read: the last one before it."""
+    """The error to raise instead of torch's. read: the last one before it."""
     source = raised_at(error)
     text = str(error).strip().splitlines() or [""]
     message = f"could not be captured: {type(error).__name__}: {text[0]}"

@@ -66,13 +66,13 @@ def _window(rewriter: Rewriter, mask: Value) -> int | None:
 
 
 def _shown(added: Tensor) -> Tensor | None:
-    """What is not hidden by numbers that are added, if they do nothing else."""
+    """The mask of what added numbers do not hide; None if they do more than hide."""
     shown = added == 0
     return shown if bool((shown | (added <= HIDDEN)).all()) else None
 
 
 def _telling(numbers: set[int], rows: int) -> list[int]:
-    """Rows about the ends, and about what numbers and two of them come to."""
+    """The rows about the ends, and about each number and each sum of two."""
     marks = {0, rows, *numbers, *(-n for n in numbers)}
     sums = {a + b for a, b in combinations_with_replacement(sorted(marks), 2)}
     powers = {2**i for i in range(rows.bit_length())}

@@ -175,7 +175,7 @@ class Lookup:
 
 
 def _looked_up(rewriter: Rewriter, x: Value) -> Lookup | None:
-    """What x is, or is a view of with as many matrices."""
+    """The look-up that x is, or is a view of with as many matrices."""
     view = rewriter.producer(x, "aten.reshape")
     looked_up = view.operands[0] if view is not None else x
     node = rewriter.producer(looked_up, "aten.index")

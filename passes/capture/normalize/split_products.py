@@ -108,8 +108,8 @@ def find_cuts(graph: Graph) -> Iterator[Cut]:
 def _is_shared(
     product: Node, producers: dict[str, Node], consumers: dict[str, list[Node]]
 ) -> bool:
-    """Whether something else reads the weight of a product: an embedding, which looks
-    up rows of all of it."""
+    """Whether a product's weight has other readers: an embedding, which looks up rows
+    of all of it."""
     weight: Value | None = product.operands[1]
     while weight is not None:
         if len(consumers[weight.name]) > 1:

@@ -254,7 +254,7 @@ class _Unsorter:
         return emit("aten.add.Tensor", base, emit("aten.sum.dim_IntList", each, (dim,)))
 
     def row_of(self, places: Value) -> Value:
-        """The number of each row, of those that are repeated along it."""
+        """The row numbers, where they are repeated along each row."""
         while len(places.shape) > 1:
             node = self.rewriter.producer(places, "aten.expand", "aten.reshape")
             if node is None or node.operands[0].shape[:1] != places.shape[:1]:
