@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from cases import Case
 from torch import Tensor, nn
 
 import autopar
-from autopar.passes.capture.trace import trace
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
@@ -30,13 +30,13 @@ def compiled(
 
 
 def prove(model: nn.Module, batch: dict[str, Tensor], program: Program) -> Proof:
-    return prove_program(program, model, batch, trace(model, batch))
+    return prove_program(program, model, batch, Case(model, batch).trace())
 
 
 def run_full_size(
     model: nn.Module, batch: dict[str, Tensor], program: Program
 ) -> tuple[CutShort, ...]:
-    return check_full_size(program, trace(model, batch))
+    return check_full_size(program, Case(model, batch).trace())
 
 
 def changed(text: str, old: str, new: str) -> str:
