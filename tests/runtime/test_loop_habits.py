@@ -329,7 +329,9 @@ def on_ranks(
 def test_a_loop_does_with_a_step_what_it_does_with_the_model(kind, mesh, zero) -> None:
     plan = Plan(Mesh.parse(mesh), 2, zero=zero)
     batch = batch_of(kind, 0)
-    program = autopar.compile_offline(model(kind), batch, plan, cluster=PLAIN)
+    program = autopar.compile_offline(  # proved here, and not for each habit
+        model(kind), batch, plan, cluster=PLAIN, prove=True
+    )
     assert bool(program.joined) is (kind == "experts")
     for results in run_ranks(on_ranks, 2, kind, program):
         for name, (losses, state) in on_one_device(kind).items():
