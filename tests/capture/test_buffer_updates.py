@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from random import Random
 
 import pytest
@@ -15,13 +16,17 @@ import torch.nn.functional as F
 from cases import plan
 from torch import Tensor, nn
 
+from autopar.capture.capture_model import capture_model
 from autopar.compiler import compile_offline, proved
 from autopar.passes.capture.exported.buffer_updates import after_step
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import AutoparError, CaptureError, LossNotSeparable
 from autopar.passes.graph import Graph
+from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.read_program import read_program
+from autopar.passes.traced import Traced
 from autopar.proof.errors import VerificationFailed
 from autopar.proof.ranks import StepInputs, run_steps
 from autopar.reports.inspection import report, report_data
@@ -190,6 +195,11 @@ def model_of(write: Write, layers: int = 2) -> Mixture:
     return Mixture(write, layers)
 
 
+@cache
+def captured(write: Write) -> Traced:
+    return capture_model(model_of(write), batch_of())
+
+
 def check_step(program: Program, model: nn.Module) -> None:
     """A step on all ranks against a forward and backward of the untouched model."""
     batch, before = batch_of(), dict(model.named_buffers())
@@ -215,7 +225,7 @@ def check_step(program: Program, model: nn.Module) -> None:
 def test_a_step_is_that_of_the_model(write, mesh, microbatches) -> None:
     model = model_of(write)
     how = plan(mesh, microbatches)
-    program = compile_offline(model, batch_of(), how)
+    program = compile_program(captured(write), how, PLAIN)
     assert program.updates
     check_step(program, model)
     again = read_program(program.to_json(), how, program.modules)

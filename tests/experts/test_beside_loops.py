@@ -52,7 +52,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(CLASSES, WIDTH)
         self.layers = nn.ModuleList(Experts() for _ in range(layers))
@@ -65,16 +65,16 @@ class Mixture(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def on_meta() -> tuple[nn.Module, dict[str, Tensor]]:
+def on_meta(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
     with torch.device("meta"):
-        model = Mixture()
+        model = Mixture(layers)
     ids = torch.zeros(16, 64, dtype=torch.long)
     return model, {"ids": ids, "labels": ids}
 
 
 @cache
 def captured_loops() -> tuple[Traced, ...]:
-    return capture_model(*on_meta()).loops or ()
+    return capture_model(*on_meta(layers=1)).loops or ()
 
 
 def compared(traced: Traced) -> Loops:
@@ -91,7 +91,7 @@ def test_one_step_computes_what_turns_do(add: Callable[..., Tensor]) -> None:
 
 @pytest.mark.slow
 def test_a_model_without_weights_is_compared() -> None:
-    model, batch = on_meta()
+    model, batch = on_meta(layers=2)
     program = autopar.compile_offline(model, batch, make_plan("ep=2"), prove=True)
     proof = program.proof
     assert proof and proof.passed

@@ -39,7 +39,7 @@ def test_a_hybrid_is_proved_with_a_few_of_its_layers(
     assert proof.size == SMALL and few < every
 
 
-@pytest.mark.matrix(quick=1, daily=3)
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_text_of_a_hybrid_is_as_long_however_many_layers_it_has(seed: int) -> None:
     drawn = Drawn.of(seed)
@@ -47,7 +47,7 @@ def test_the_text_of_a_hybrid_is_as_long_however_many_layers_it_has(seed: int) -
     assert max(lines(high)) <= max(lines(low))
 
 
-@pytest.mark.matrix(quick=1, daily=8)
+@pytest.mark.matrix(quick=0, daily=8)
 @pytest.mark.parametrize("seed", range(100))
 def test_layers_read_whatever_was_made_before(seed: int) -> None:
     kinds = [*MIXERS, "attention", "attention"]
@@ -56,7 +56,7 @@ def test_layers_read_whatever_was_made_before(seed: int) -> None:
     run_full_size(case.model, case.batch, program)
 
 
-@pytest.mark.matrix(quick=1, daily=4)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize("seed", range(100))
 def test_layers_hand_over_more_than_one_tensor(seed: int) -> None:
     case, program = DrawnCarried.of(seed).compiled()

@@ -119,6 +119,7 @@ def test_what_is_no_estimate_is_refused(plan: Path, tmp_path: Path, capsys) -> N
     assert "autopar plan MODEL" in error(capsys)
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_compiled_at_once(tmp_path: Path, capsys) -> None:
     """To the same programs as by a command of its own."""
     spec, once, twice = model_file(tmp_path), tmp_path / "once", tmp_path / "twice"

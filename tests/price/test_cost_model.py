@@ -207,7 +207,7 @@ def same_by_all(drawn: Drawn) -> None:
 
 
 # The last has a layer in each stage, and ZeRO-3.
-@pytest.mark.matrix(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(12), 101])
 def test_all_views_of_a_plan_say_the_same(seed: int) -> None:
     same_by_all(draw(seed))
@@ -263,6 +263,7 @@ def test_a_table_of_both_ends_is_no_part_of_a_block_of_the_last(layers, zero) ->
     both_accounts(zero, "1f1b", layers, "tied")
 
 
+@pytest.mark.slow
 def test_what_is_cast_under_zero_3_is_a_share() -> None:
     """Of a deep model with short sequences, of which casts would be most of a peak."""
     layers = 24
