@@ -215,8 +215,7 @@ def options_of(planner: str) -> tuple[str, ...]:
 def check_arguments(
     plan: Any, program: Any, loss_fn: Any, seed: Any, timeout: Any
 ) -> None:
-    """Raises PlanError for what `compile` takes beside options, if it is something
-    else."""
+    """Raises PlanError for wrong arguments of `compile` beside options."""
     check_range("seed", seed, PlanError)
     if not isinstance(plan, Plan | None) and plan != AUTO:
         raise PlanError(f"plan={shown(plan)}", fix='give a Plan, or "auto"')

@@ -309,9 +309,8 @@ class OtherShapes:
 
 
 def for_samples(plan: Plan, samples: int, usual: int) -> Plan:
-    """The plan with as many of its microbatches as these samples divide into; with
-    others, where a rank would compute more at once than it does of the usual batch.
-    usual: samples of that."""
+    """The plan with as many microbatches as divide these samples and its own number;
+    with others, where a rank would compute more at once than of `usual` samples."""
     ranks, own = DataRank(plan, 0).size, plan.microbatches
     if own == 1:
         return plan
@@ -331,7 +330,7 @@ def _key(shapes: Shapes, outputs: Outputs = (), evaluating: bool = False) -> Key
 
 
 def shapes_of(batch: Mapping[str, Any] | Program) -> dict[str, tuple[int, ...]]:
-    """Field -> shape, of the tensors of a batch or of those that a program takes."""
+    """Field -> shape, for the tensors of a batch or of a program's inputs."""
     if isinstance(batch, Program):
         return {name: shape for name, (shape, _) in batch.inputs.items()}
     return {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}

@@ -118,8 +118,8 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
 
 
 def check_model_given(model: object) -> None:
-    """Raises AutoparError for what `compile` cannot take for a model, or would take
-    with other names of its parameters."""
+    """Raises AutoparError for objects that `compile` cannot take as a model, or whose
+    parameters it would know by other names."""
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         raise AutoparError(

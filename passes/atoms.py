@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Atoms:
-    """Which dims are the same, and which are products of others."""
+    """Knows which dims are the same, and which are products of others."""
 
     def __init__(self) -> None:
         self.size: list[int] = []

@@ -35,7 +35,7 @@ def traffic(node: Node) -> int:
 
 
 def signature(node: Node) -> str:
-    """What the cost of a node depends on: `aten.add.Tensor(f32[4,8], f32[8])`."""
+    """The text on which a node's cost depends: `aten.add.Tensor(f32[4,8], f32[8])`."""
 
     def text(arg: object) -> str:
         if isinstance(arg, tuple):

@@ -59,7 +59,7 @@ class BatchError(AutoparError):
 
 
 class IndexOutOfRange(BatchError, IndexError):
-    """An id or a label of the batch is none of those that the model has."""
+    """An id or a label of the batch is outside of the model's range."""
 
 
 class StageError(AutoparError):

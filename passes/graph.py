@@ -230,7 +230,7 @@ class Graph:
         return table
 
     def verify(self) -> Graph:
-        """Check that names are unique and everything is made before it is used."""
+        """Checks that names are unique and all values are made before they are read."""
         made: dict[str, Value] = {}
         for v in self.sources:
             if v.name in made:

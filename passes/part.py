@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a parameter of a graph is of the model's own: the block that begins at
-    `start` in parameter `source`, which has this shape."""
+    """The part of the model's own parameter that a graph's parameter is: the block of
+    this shape that begins at `start` in parameter `source`."""
 
     source: str
     shape: tuple[int, ...]

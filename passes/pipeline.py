@@ -68,8 +68,8 @@ def compile_program(
 def lower_few(
     traced: Traced, plan: Plan, watch: Watch, even: bool = True
 ) -> tuple[Lowered, tuple[str, ...]] | None:
-    """What `lower` gives, but each layer that repeats is lowered once; None if that
-    cannot be had."""
+    """Does what `lower` does, but lowers each repeated layer once; None if that
+    fails."""
     few = few_layers(traced, plan)
     if few is None:
         return None

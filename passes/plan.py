@@ -279,12 +279,12 @@ class Plan:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether anything is decided by seconds: where stages are cut, in which order
-        they run, what of a layer is computed again."""
+        """Whether seconds decide anything: cuts of stages, order of actions, or
+        recomputation."""
         return self.stages > 1 or self.recompute == AUTO
 
     def decided_schedule(self) -> Schedule:
-        """What is named or listed, with its messages. Raises ScheduleError."""
+        """The schedule named or listed, with its messages. Raises ScheduleError."""
         args = self.mesh.pipeline_ranks, self.microbatches, self.stages_per_rank
         if self.schedule == AUTO:
             return read_order(self.order, *args)
@@ -306,7 +306,7 @@ class Plan:
         return place_stages(self.schedule, ranks, self.stages_per_rank)
 
     def size(self, axis: str) -> int:
-        """Ranks of an axis; microbatches of the axis of time."""
+        """The number of ranks of an axis; of time, the number of microbatches."""
         return self.microbatches if axis == TIME else self.mesh.axis_size(axis)
 
     @property

@@ -100,7 +100,7 @@ class Rewriter:
         return out
 
     def like(self, node: Node, op: str, *args: Any) -> Value:
-        """What has the shape and precision of a node's result."""
+        """A new value with the shape and precision of a node's result."""
         return self.emit(op, *args, like=node.out)
 
     def again(self, node: Node, /, **changed: Any) -> Value:

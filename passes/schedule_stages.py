@@ -80,8 +80,8 @@ def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candi
 
 
 def estimate_program(program: Program, cluster: Cluster) -> Estimate:
-    """The step of a compiled program. What its ops take is as it was when it was
-    compiled; messages and updates take what they do on the cluster."""
+    """The estimate of a compiled program's step, with its ops' seconds from when it was
+    compiled, and the cluster's for messages and updates."""
     accounts, schedule = [stage.account for stage in program.stages], program.schedule
     layers = [len(stage.layers) for stage in program.stages]
     candidate = candidate_of(program.plan, schedule, layers)

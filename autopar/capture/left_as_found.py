@@ -220,7 +220,7 @@ class AsFound:
                 self.visit(where, getattr(value, "__func__", value))
 
     def visit_file(self, file: ModuleType) -> None:
-        """Note the globals of a file, and what they hold."""
+        """Notes the globals of a file, and what they hold."""
         entries = {k: v for k, v in vars(file).items() if not k.startswith("__")}
         self.containers.append(Container(file.__name__, vars(file), entries))
         for name, value in entries.items():

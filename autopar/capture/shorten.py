@@ -50,10 +50,10 @@ def of_few_layers(
 def find_layers(
     model: nn.Module, kinds: Callable[[str], Kinds] = lambda path: None
 ) -> Layers | None:
-    """The list of modules that holds most of the parameters, if its pattern repeats.
+    """The list of modules with most of the parameters, if its pattern repeats.
 
-    kinds: what each layer of a list, by its path, does when the model runs, where that
-    is known: that a forward does more in some layers their attributes do not tell.
+    kinds: by path of a list, what each layer does when the model runs, where known:
+    attributes do not tell that forward does more in some layers.
     """
     path = find_list(model, lambda layers: _pattern("", layers) is not None)
     modules = model.get_submodule(path)

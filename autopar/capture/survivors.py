@@ -65,7 +65,7 @@ def left_over() -> tuple[list[Any], set[int]]:
 
 
 def refuse_held(left: list[Any], graphs: set[int]) -> None:
-    """Raises CaptureError that names who holds one of these tensors, if not torch.
+    """Raises CaptureError that names who, if not torch, holds one of these tensors.
 
     graphs: the ids of dicts that do not count.
     """

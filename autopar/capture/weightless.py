@@ -38,10 +38,10 @@ def without_weights(
 
 
 def _reading(of: Any, copies: Mapping[int, Any], known: dict[int, Any]) -> Any:
-    """What reads copies in place of what it read: a function, a method, a partial, or
-    an object with a copied module among its attributes; itself if it reads none.
+    """A function, method, partial or object that reads copies in place of modules;
+    itself, if it reads none of these.
 
-    copies: id of a module -> its copy. known: id -> what was made of it already.
+    copies: id of a module -> its copy. known: id -> the result made for it already.
     """
     if id(of) in copies:
         return copies[id(of)]

@@ -183,7 +183,7 @@ def _begin(
 
 
 def save_in_memory(memory: Memory, step: HeldState, optimizer: Optimizer) -> None:
-    """The same, for ranks that share it."""
+    """Does the same, for ranks that share memory."""
     state = _state_of(step, optimizer, None)
     write_pieces(memory, state, _keys(tied_names(step)), step.comm)
 

@@ -65,7 +65,7 @@ class CheckpointError(AutoparError):
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What this rank holds of a tensor of `shape`: its boxes, in `values`.
+    """This rank's boxes of a tensor of `shape`, in `values`.
 
     written: this rank writes it. Of ranks that hold the same, one does.
     """
@@ -148,7 +148,7 @@ def read(store: Source, state: State, comm: Comm) -> dict[Key, Any]:
 
 
 def read_alone(store: Source, state: State, rank: int = 0) -> dict[Key, Any]:
-    """The same for one rank, whatever others do. Raises: CheckpointError."""
+    """Does the same for one rank, whatever others do. Raises: CheckpointError."""
     planner, reader = _LoadPlanner(state), _reader(store)
 
     def fill() -> None:

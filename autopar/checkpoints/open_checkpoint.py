@@ -51,7 +51,7 @@ def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
 
 
 def of_memory(memory: Memory, optimizer: Optimizer) -> Saved:
-    """What an optimizer like this one was saved with in memory."""
+    """The state in memory that an optimizer like this one saved."""
     manifest = Manifest("", "", 0, "", {}, {}, made_with(optimizer))
     keyed = _keyed(read_metadata(memory))
     return Saved(Path("memory"), memory, manifest, keyed)

@@ -31,7 +31,7 @@ def state_dict(step: HeldState, rank0_only: bool = False) -> dict[str, Tensor]:
 
 
 def tied_names(step: HeldState) -> dict[str, str]:
-    """Other names of weights that are stored once, and the name that is."""
+    """Further name of a tied weight -> the name under which it is stored."""
     return {
         alias: name
         for alias, name in step.program.aliases.items()

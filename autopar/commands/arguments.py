@@ -132,7 +132,7 @@ def text(written: str) -> str:
 
 
 def text_or_nothing(written: str) -> str:
-    """The same, or none: a mesh without axes is that of one rank."""
+    """The same, or an empty text: the mesh of one rank has no axes."""
     if len(written) > LONGEST:
         raise _refused(written, f"longer than {LONGEST} characters")
     if not written.isprintable():  # nor are bytes that are no UTF-8
@@ -158,7 +158,7 @@ def size(written: str) -> int:
 
 
 def hint(written: str) -> tuple[str, str]:
-    """A pattern of parameters, and what splits them. Raises: HintError."""
+    """A pattern of parameters, and what splits these. Raises: HintError."""
     pattern, equals, split = text(written).partition("=")
     if not (pattern and equals and split):
         raise HintError(

@@ -135,7 +135,7 @@ def _compile(
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[Plan, PlanRecord | None]:
-    """The decisions; and what the search found that made them, if it did."""
+    """The plan; and the record of the search that made it, if one did."""
     if arguments.plan is not None:
         if arguments.mesh is not None:
             raise PlanError(

@@ -15,18 +15,17 @@ from autopar.passes.plan import AUTO
 
 
 class BackendError(AutoparError):
-    """A backend that is asked for by name, and that cannot compile here."""
+    """The backend that was asked for cannot compile here."""
 
 
 def resolve_backend(
     asked: str, device: torch.device, measured: Backends = MappingProxyType({})
 ) -> tuple[str, str]:
-    """What runs functions, "eager" or "inductor", and a note for the user or "".
+    """Returns the backend, "eager" or "inductor", and a note for the user or "".
 
-    asked: one of these, or "auto": what was measured to be faster; what was not is
-    compiled on a GPU, if there is a compiler, and runs as it is written on a CPU.
-    measured: of this machine, see `autopar.machine.profile_file`.
-    Raises: BackendError.
+    asked: one of these, or "auto": the one that was measured to be faster; without
+    measurements inductor on a GPU, if there is a compiler, and eager on a CPU.
+    measured: of this machine, see `autopar.machine.profile_file`. Raises: BackendError.
     """
     missing = missing_compiler(device)
     if asked != AUTO:

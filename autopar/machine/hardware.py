@@ -166,7 +166,7 @@ CPU_LEVELS = (Level(CPU_NODE, 2 * GB, 5e-5), Level(CPU_NODE, 1 * GB, 1e-4))
 
 
 def cluster_of(text: str) -> Cluster:
-    """`8xA100-80GB`: so many devices, in nodes as they are usually built.
+    """The cluster that `8xA100-80GB` names, in nodes as they are usually built.
 
     Raises: ClusterError.
     """

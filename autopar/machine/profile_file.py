@@ -41,7 +41,7 @@ LOG = logging.getLogger("autopar")
 
 
 class ProfileError(AutoparError):
-    """A file of measurements that cannot be read, or is of another machine."""
+    """A file of measurements cannot be read, or is of another machine."""
 
 
 class BackendTimes(NamedTuple):
@@ -64,7 +64,7 @@ Backends = Mapping[str, BackendTimes]  # by the kind of device
 
 @dataclass(frozen=True)
 class Profile:
-    """What one machine was measured to take; see the top of this file."""
+    """The measurements of one machine; see the top of this file."""
 
     ops: Mapping[int, Ops] = field(default_factory=dict)
     messages: Mapping[int, Messages] = field(default_factory=dict)

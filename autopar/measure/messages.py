@@ -144,7 +144,7 @@ def _go_on(comm: ProcessComm, began: float, budget: float, rounds: int) -> bool:
 
 
 def _computing(device: torch.device) -> Run:
-    """What a rank does between two messages, about a millisecond of a CPU."""
+    """Work between two messages, about a millisecond of a CPU."""
     x = torch.ones(WIDTH, WIDTH, device=device)
     beside = torch.zeros(BESIDE, device=device)
 

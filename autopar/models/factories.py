@@ -108,7 +108,7 @@ def _by_name(name: str) -> Any:
 
 @contextlib.contextmanager
 def their_errors(spec: str) -> Iterator[None]:
-    """Show what code of the user's raises, with the traceback from there on."""
+    """Shows errors of the user's code, with the traceback from there on."""
     try:
         yield
     except AutoparError:

@@ -55,12 +55,12 @@ def search_plans(
     whole: Callable[[ShortModel, bool], ShortModel],
     reach: float = ALIKE,
 ) -> tuple[ShortModel, Ranking, Plan]:
-    """The model that plans were priced by, the best of them, and the first with all
-    that is decided. Where some mesh cuts what one layer hands on to the next, the model
-    is captured as it is, and without pipelines.
+    """The model that plans were priced by, the best plans, and the first one whole.
 
-    whole: captures the model with all samples of a step, and with few layers or not.
-    reach: of op shardings, see `open_to_op_shardings`. Raises: Infeasible, PlanError.
+    Where a mesh cuts what one layer hands on to the next, the model is captured as it
+    is, and without pipelines. whole: captures the model with all samples of a step, and
+    with few layers or not. reach: of op shardings, see `open_to_op_shardings`. Raises:
+    Infeasible, PlanError.
     """
 
     def searched(of: ShortModel, few: bool) -> tuple[ShortModel, Ranking, Plan]:

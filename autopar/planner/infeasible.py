@@ -117,7 +117,7 @@ def with_devices(cluster: Cluster, devices: int) -> Cluster:
 
 
 def gigabytes(amount: float, up: bool = False) -> str:
-    """Three digits, rounded; or up, so that it is enough."""
+    """Formats an amount with three digits, rounded; `up` rounds up, to be enough."""
     amount /= 1e9
     if up and amount > 0:
         digit = 10.0 ** (math.floor(math.log10(amount)) - 2)

@@ -30,7 +30,7 @@ def plan_folder(
     global_batch: int,
     seed: int,
 ) -> Path:
-    """Returns where in `plans` the plan of such a run lies, or is to be written.
+    """Returns the folder in `plans` for the plan of such a run.
 
     of: the model as it was captured, with a few of its layers. seed: of weights.
     """

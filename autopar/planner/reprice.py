@@ -82,8 +82,8 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
 def price(
     candidates: Sequence[Candidate], of: ShortModel, cluster: Cluster
 ) -> tuple[Estimate, ...]:
-    """What plans take, none of which has op shardings; of the first one also with whole
-    layers computed again."""
+    """Estimates of plans without op shardings; of the first also with whole layers
+    recomputed."""
 
     def priced(at_once: bool) -> tuple[Estimate, ...]:
         prices = make_prices(of, cluster, at_once)

@@ -105,7 +105,7 @@ def expect(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run, and the model as it was found before. batch: an example."""
+    """The program to run, and the model as it was before. batch: an example."""
 
     program: Program
     model: nn.Module

@@ -143,7 +143,7 @@ def _small(
 
 
 def _candidates(traced: Traced, ranges: Mapping[str, InputRange]) -> Iterator[Fills]:
-    """What a loss may leave samples out by: all labels, or one mask."""
+    """Yields fills by which a loss may ignore samples: all labels, or one mask."""
     labels = {
         name: field.holes[0]
         for name, field in ranges.items()

@@ -62,7 +62,7 @@ class OurChance(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def inside(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of torch; what it calls in turn does not come to a mode."""
+        """Calls a function of torch; modes do not see what it calls in turn."""
         attention = partial(self.attention, F.scaled_dot_product_attention)
         ours = replaced(F, "scaled_dot_product_attention", attention)
         with ours, replaced(F, "dropout", self.dropout):

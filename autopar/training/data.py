@@ -156,7 +156,7 @@ class Synthetic:
         raise AssertionError("nobody counted them")
 
     def split(self, fraction: float) -> tuple[Data, Data]:
-        """The same, and others that are drawn anew: there is no end."""
+        """Splits into these samples and others that are drawn anew: there is no end."""
         return self, self.apart(1)
 
     def digest(self) -> str:

@@ -75,7 +75,7 @@ class Feed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Samples of one batch, and tokens of a sample."""
+        """(samples of a batch, tokens of a sample)."""
         return next(iter(self.program.inputs.values()))[0]
 
     @property

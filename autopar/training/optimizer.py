@@ -20,7 +20,7 @@ FUSED = ("cpu", "cuda")  # devices on which torch updates all parameters by one 
 def make_optimizer(
     parameters: Iterable[tuple[nn.Parameter, int]], options: RunOptions
 ) -> Optimizer:
-    """AdamW over parameters, each with the dims that it has in the model.
+    """Makes AdamW over parameters, each with its number of dims in the model.
 
     Ranks have the same two groups, even where one of them is empty.
     """

@@ -283,8 +283,8 @@ def train_step(
     batch: Mapping[str, Tensor],
     options: RunOptions,
 ) -> tuple[Tensor, Tensor]:
-    """One update of the weights; returns the loss before it, and the norm of all
-    gradients as they were. Waits for no GPU, unless what is not finite is skipped."""
+    """Updates the weights once; returns the loss before, and the norm of all gradients
+    before clipping. Waits for no GPU, unless steps that are not finite are skipped."""
     optimizer.zero_grad()
     loss = step(**batch)
     norm = step.clip_grad_norm_(options.clip or math.inf)

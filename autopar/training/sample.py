@@ -112,11 +112,10 @@ def sample_checkpoint(
     device: torch.device | str = "cpu",
     averages: bool = False,
 ) -> str:
-    """Returns the prompt and what the newest checkpoint's model goes on with.
+    """Returns the prompt, continued by the newest checkpoint's model.
 
-    model: where it is now, as `load_model` takes it, if it moved since. averages: of
-    the weights, in place of these.
-    Raises: CheckpointError, ModelError, SampleError.
+    model: its present place, as `load_model` takes it, if it moved. averages: sample
+    from the averages of weights. Raises: CheckpointError, ModelError, SampleError.
     """
     folder = files.find(directory)
     manifest = files.read_manifest(folder)

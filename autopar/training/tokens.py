@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Pieces, one after another; nothing is read before it is asked for."""
+    """Pieces of tokens, one after another, which are read when they are used."""
 
     pieces: Sequence[Piece]
     ends: np.ndarray = field(init=False)
@@ -41,7 +41,7 @@ class Tokens:
 
     @classmethod
     def of(cls, name: str, tokens: np.ndarray) -> Tokens:
-        """Tokens of one array."""
+        """The tokens of one array."""
         return cls((Piece(name, tokens),))
 
     def __len__(self) -> int:

@@ -203,7 +203,7 @@ class Trainer(transformers.Trainer):
         return loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The one that `TrainingArguments` name, of the step's parameters."""
+        """Creates the `TrainingArguments`' optimizer, of the step's parameters."""
         if self.optimizer is not None:
             return self.optimizer
         held = [(n, p) for n, p in self.step.named_parameters() if p.requires_grad]

@@ -144,8 +144,8 @@ def _prove_guards(
     tensors: Mapping[str, torch.Tensor],
     precision: Lowering,
 ) -> Traced:
-    """What a model computes that asked whether there are rows. Refuses it, if it
-    computes anything else without them, or with one."""
+    """Captures a model that asked whether there are rows. Refuses it, if it computes
+    something else without any, or with one."""
     guards = wrapper.unseen.guards
     if guards.compared is not None:
         _prove_limits(wrapper, tensors, precision)

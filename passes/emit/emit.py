@@ -127,8 +127,8 @@ class _Emitter:
         return find_loops_of_parts(parts, self.keys.made - own)
 
     def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
-        """Give keys with the number of a layer to what loops make in setup and
-        prologue, and to what loops read of these, layer by layer."""
+        """Gives numbered keys to values that loops make in setup and prologue, and that
+        loops read of these, layer by layer."""
         s = self.stage
         each = {v.name for v in s.ends}
         each |= _reads([*s.forward, *s.whole_backward, *s.epilogue])
@@ -229,7 +229,7 @@ class _Emitter:
         return texts
 
     def function(self, one: Outlined, same: Mapping[str, str]) -> str:
-        """What is called from several places, or for several layers."""
+        """The text of a function for several places or layers."""
         part = Part(one.nodes, one.results)
         between = HandOver([part], {}, same)
         alive = Alive(Storages(one.nodes, [v.name for v in one.results]))

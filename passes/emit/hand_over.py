@@ -19,10 +19,10 @@ from ..graph import LAYER, Node, Value
 
 @dataclass(eq=False)
 class Rows:
-    """What one reader takes of a loop. values: of the loop's body, or what it carries.
-    source, reader: numbers of the parts that write and read them. times: iterations of
-    the source that have them. iterations: those that are read. shift: (iteration of the
-    source that the reader's first one takes, step); None: the reader is no loop."""
+    """The values of a loop that one reader takes. values: of its body, or carried.
+    source, reader: numbers of the parts that write and read. times: iterations of the
+    source that have them. iterations: those that are read. shift: (the source's
+    iteration that the reader's first takes, step); None: the reader is no loop."""
 
     loop: Loop
     source: int

@@ -96,7 +96,7 @@ class Keys:
 
 
 def _names(parameters: Iterable[str]) -> dict[str, str]:
-    """Parameter -> what it is called in its layer, and where if others are as well."""
+    """Parameter -> its name in its layer, with the module if others have the same."""
     paths = {name: _path(name) for name in parameters}
     own = {path: _short(path, 1) for path in set(paths.values())}
     count = Counter(own.values())

@@ -36,7 +36,7 @@ def find_links(
             readers.setdefault(v.name, []).append(i)
 
     def reader(i: int) -> int:
-        """The place of the only one; 0 if it cannot be written there."""
+        """The position of the only reader; 0 if the node cannot be written there."""
         node = items[i]
         if not isinstance(node, Node) or len(node.outs) != 1 or not node.results:
             return 0

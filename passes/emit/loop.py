@@ -21,9 +21,9 @@ class Varying:
 
 @dataclass(frozen=True)
 class Carried:
-    """What one iteration hands to the next. value: its name in the body; first: what
-    the first iteration reads, if it does; next: the value of the body that the next one
-    reads."""
+    """A value that one iteration hands to the next. value: its name in the body. first:
+    the value that the first iteration reads, if it does. next: the body's value that
+    the next iteration reads."""
 
     value: Value
     first: Value | None

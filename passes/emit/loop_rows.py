@@ -284,7 +284,7 @@ class _Body:
 
 
 def inner(v: Value) -> Value:
-    """What the body has for a value of the first iteration."""
+    """The body's value for a value of the first iteration."""
     return replace(v, name=f"{v.name}@")
 
 

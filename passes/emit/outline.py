@@ -64,9 +64,8 @@ class _Run:
 
 @dataclass(frozen=True)
 class Outline:
-    """parts: with calls in place of runs. functions: those that these call. calls: id
-    of a call -> the nodes that it stands for. same: value that a run makes -> what its
-    function calls it."""
+    """parts: with calls in place of runs. functions: that these call. calls: id of a
+    call -> its nodes. same: value that a run makes -> its name in the function."""
 
     parts: Sequence[Sequence[Node]]
     functions: Sequence[Outlined] = ()

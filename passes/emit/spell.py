@@ -20,8 +20,8 @@ Choose = Callable[[Varying], str]
 def spell(
     node: Node, name: Names, choose: Choose = str, device: str = "c.device"
 ) -> str:
-    """The call. name: of a value; choose: a constant that varies, in its iteration;
-    device: where it makes what it makes of nothing."""
+    """The text of a call. name: of a value. choose: the text of a constant that varies
+    by iteration. device: for tensors that are made of nothing."""
     speller = _Speller(name, choose)
     args = [speller.arg(a) for a in node.args]
     kwargs = [f"{k}={speller.arg(v)}" for k, v in node.kwargs.items()]
@@ -95,7 +95,7 @@ def as_tuple(items: Iterable[str]) -> str:
 
 
 def _returns_list(node: Node) -> bool:
-    """Whether a call gives a list: that of one tensor is unpacked too."""
+    """Whether a call returns a list, which is unpacked even if it has one tensor."""
     if not node.op.startswith("aten."):
         return False
     returns = resolve(node.op)._schema.returns

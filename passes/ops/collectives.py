@@ -97,7 +97,7 @@ def to_gather(node: Node) -> int:
 
 
 def to_scatter(node: Node) -> int:
-    """Bytes of the input's copy that is reduced, and of one with ranks' parts in
+    """Bytes of the copy of the input that is reduced, and of one with ranks' parts in
     order."""
     x = node.operands[0]
     return x.bytes + _packed(x, node.arg("dim"))

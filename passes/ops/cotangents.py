@@ -149,7 +149,7 @@ class Cotangents:
         return self.emit("aten.reshape.default", like, node, summed, like.shape)
 
     def to_bias(self, b: Value, dy: Value, node: Node) -> Value | None:
-        """The cotangent of what was broadcast and added; a parameter's is added up."""
+        """The cotangent of a broadcast addend; for a parameter it is accumulated."""
         if not self.wanted(b):
             return None
         dy = self._real(dy, b, node)

@@ -208,13 +208,13 @@ def apart(at: Unite, node: Node) -> None:
 
 
 def along(at: Unite, node: Node) -> None:
-    """gather, scatter: what the index says is along the dim."""
+    """gather, scatter: unites what the index counts with the dim."""
     at.bind(node)
     at.index(node.arg("index"), node.operands[0], dim_of(node))
 
 
 def counted(at: Unite, node: Node) -> None:
-    """histc, one_hot: there is a bin for each number that there may be."""
+    """histc, one_hot: unites bins with the numbers that are counted."""
     at.bind(node)
     at.index(node.operands[0], node.out, len(node.out.shape) - 1)
 

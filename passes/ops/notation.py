@@ -124,7 +124,7 @@ def letters(count: int, start: str = "a") -> list[str]:
 
 
 def marked(x: list[str], dims: Collection[int], mark: str = "!") -> list[str]:
-    """The letters of a tensor, with a mark behind those of some dims."""
+    """The letters of a tensor, with a mark behind those of the given dims."""
     return [f"{c}{mark}" if i in dims else c for i, c in enumerate(x)]
 
 

@@ -67,7 +67,7 @@ class Unite(Protocol):
         one, `align`."""
 
     def align(self, node: Node) -> None:
-        """Unites dims of one extent that stand at one place from the right."""
+        """Unites dims of equal extent at the same place from the right."""
 
     def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
         """A whole is the sum of parts, each with its extent."""

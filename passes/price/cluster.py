@@ -22,7 +22,7 @@ from ..schedule.core_contention import ALONE, CoreContention
 
 
 class ClusterError(AutoparError):
-    """A description of a machine that is wrong or incomplete."""
+    """The description of a machine is wrong or incomplete."""
 
 
 TF32 = "tf32"  # float32 as tensor cores multiply it, where that is asked for

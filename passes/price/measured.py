@@ -126,7 +126,7 @@ def kind_of(signature: str) -> str:
 
 
 def without_products(timed: Mapping[str, Timed], floats: str) -> dict[str, Timed]:
-    """What was measured, but for products of floats of a type, as `f32`."""
+    """The measurements but for products of floats of a type, as `f32`."""
     return {
         key: timed_op
         for key, timed_op in timed.items()

@@ -76,7 +76,7 @@ def compute(local: LocalStage, device: Device) -> Account:
 
 
 def _backward(local: LocalStage) -> list[tuple[Sequence[Node], Sequence[Value]]]:
-    """Nodes of both halves, and what lives on after them."""
+    """The nodes of both halves, and the values that are read after them."""
     halves = [v for v in (*local.d_receives, *local.weight_residuals) if v is not None]
     return [(local.backward, halves), (local.weight_half or (), [])]
 

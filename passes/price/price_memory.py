@@ -93,7 +93,7 @@ def with_held(
 
 
 def _pending(name: str, local: LocalStage) -> tuple[str, ...]:
-    """The axes over which a parameter's gradient is summed, without that of time."""
+    """The axes over which a parameter's gradient is summed, but for time."""
     return tuple(sorted(local.stage.shardings[name].varying - {TIME}))
 
 

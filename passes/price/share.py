@@ -123,9 +123,9 @@ class _Shares:
         return join_exchanges(exchanges)
 
     def parts(self, device: Device) -> Iterable[PartCost]:
-        """Messages of parameters and gradients, of each microbatch or once a step; and
-        what comes of a scatter is added to the shares, block by block. Where gradients
-        leave with each microbatch, products add theirs to what is set to 0 before."""
+        """Yields costs of messages of parameters and gradients, of each microbatch or
+        once a step, and of adding what is scattered to the shards, by block. Where
+        gradients leave with each microbatch, products add to zeros."""
         zero, account = self.zero, self.account
         step = account.step + self.casts_less(device)
         parts = {**account.microbatch, "step": step}

@@ -27,8 +27,8 @@ SKEW = "skew"  # what ranks wait for the last of them
 
 @dataclass(frozen=True)
 class Exposed:
-    """What a part of a microbatch waits for a collective over some axes, in seconds;
-    calls, bytes: of what moves, see `passes.price.cluster.Link`."""
+    """Seconds that a part of a microbatch waits for a collective over some axes. calls,
+    bytes: of what moves, see `passes.price.cluster.Link`."""
 
     part: str
     kind: str
@@ -102,10 +102,10 @@ def stage_seconds(account: Account, mesh: Mesh, cluster: Cluster) -> StageSecond
 def part_seconds(
     part: PartCost, name: str, mesh: Mesh, cluster: Cluster
 ) -> tuple[float, list[Exposed]]:
-    """Seconds of a part of one microbatch, and those of them that are waited, by name.
+    """Seconds of a part of one microbatch, and those of them that are waits, by name.
 
-    A link's seconds are with all ranks at it. Where they share cores, and so have less
-    than one each, alone it takes so much less.
+    A link's seconds are with all ranks at it. Where ranks share cores, and so have less
+    than one each, a rank alone takes so much less.
     """
     share = min(1.0, cluster.cores_each)
 
@@ -159,7 +159,7 @@ def shares_cores(cluster: Cluster) -> bool:
 def exposed_seconds(
     moving: float, computing: float, blocks: float, cluster: Cluster
 ) -> float:
-    """Seconds that collectives add to computing, which move by block beside it.
+    """The seconds that blockwise collectives add to the computing they run beside.
 
     moving, computing: seconds of each by itself.
     """

@@ -83,7 +83,7 @@ class Symbols:
         return size(name if i == 0 else f"{name}_{i}")
 
     def of(self, dim: Dim) -> Expr:
-        """The symbol of a dim; the extent of a numbered one."""
+        """The symbol of a dim; the extent itself of a numbered one."""
         if dim.name.isdigit():  # the number of equal pieces
             return Integer(dim.size)
         return self._symbol(dim.name, self._sizes[dim.name].index(dim.size))

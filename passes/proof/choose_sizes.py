@@ -112,7 +112,7 @@ class Candidates:
         return n >= 2 and self.fits(n)
 
     def fits(self, n: int) -> bool:
-        """Whether it divides as the size does, over all axes that split it."""
+        """Whether n divides as the size does, over all axes that split it."""
         return all(Divides.of(n, parts) == how for parts, how in self.wanted)
 
     @property
@@ -196,7 +196,7 @@ class _Solver:
         return candidates
 
     def _settle(self, known: dict[Extent, int]) -> bool:
-        """Work out what sums decide; False if one cannot hold."""
+        """Computes the sizes that sums decide; False if a sum cannot hold."""
         changed = True
         while changed:
             changed = False

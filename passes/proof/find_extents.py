@@ -348,7 +348,7 @@ def _names_a_number(node: Node) -> bool:
 
 
 def _is_index(v: Value) -> bool:
-    """Whether rows of a table may be looked up by it."""
+    """Whether a value may look up rows of a table."""
     return v.dtype in (torch.int32, torch.int64)
 
 

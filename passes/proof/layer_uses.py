@@ -116,7 +116,7 @@ def find_uses(text: str, path: str) -> Uses:
 
 
 def _declared(head: str) -> Iterator[str]:
-    """The names of parameters, of the table of their shapes."""
+    """Yields the names of parameters in the table of their shapes."""
     (text,) = re.findall(r"^PARAMETERS = (\{.*?\})$", head, re.DOTALL | re.MULTILINE)
     table: Any = _expression(text)
     for key, value in zip(table.keys, table.values, strict=True):

@@ -65,7 +65,7 @@ NO_PAIRS: Pairs = frozenset()
 
 
 def pairs_of(sizes: Mapping[Extent, int]) -> Pairs:
-    """Sizes, and what these are when small: several, where some dims keep theirs."""
+    """(large size, small one): several of a size, if some of its dims keep it."""
     return frozenset((extent.size, small) for extent, small in sizes.items())
 
 

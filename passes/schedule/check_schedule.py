@@ -125,7 +125,7 @@ def _check_complete(schedule: Schedule, places: Mapping[Action, _Place]) -> None
 
 
 def _check_needs(schedule: Schedule, places: Mapping[Action, _Place]) -> None:
-    """What an action needs from its own rank stands before it."""
+    """Checks that what an action needs from its own rank stands before it."""
     for action, place in places.items():
         for needed in _needs(schedule, action, places):
             if needed not in places:
@@ -223,7 +223,7 @@ def _run(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
 def _deadlock(
     schedule: Schedule, places: Mapping[Action, _Place], stuck: Mapping[int, int]
 ) -> ScheduleError:
-    """Name a rank of the circle (others may only wait for it), and what each awaits."""
+    """The error, with a rank of the cycle (others may only wait) and all waits."""
     waits = {rank: schedule.ranks[rank][index] for rank, index in stuck.items()}
     rank = min(waits)
     for _ in waits:

@@ -58,7 +58,7 @@ def simulate_contention(
 
 
 class _Run:
-    """The state of a machine: what each rank is at, and what every job has left.
+    """The state of a machine: each rank's action, and the work left of every job.
 
     A job is a rank (by its number) that computes, or a message (by its RECV).
     """

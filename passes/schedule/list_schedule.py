@@ -56,7 +56,7 @@ ROUNDED = 1 + 1e-9  # sums of the same seconds in another order are no larger
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is to be scheduled: see `fit_schedule`. placement: stage -> rank."""
+    """The pipeline to schedule: see `fit_schedule`. placement: stage -> rank."""
 
     microbatches: int
     placement: Sequence[int]
@@ -110,7 +110,7 @@ def list_schedule(job: Pipeline, rule: Rule, most: float = math.inf) -> Listed |
 
 @dataclass
 class _Rank:
-    """One rank's state at a time: what it has done and what has arrived.
+    """One rank's state at a time: actions done, and operands arrived.
 
     idle: seconds of a step in which it did nothing, so far.
     """
@@ -194,7 +194,7 @@ class _Rank:
         return more and waiting > self.rule.late * stage
 
     def _deepest(self, kind: Kind, now: float) -> int | None:
-        """Returns the stage nearest to the loss of those that could begin it."""
+        """Returns the stage nearest to the loss that could begin the action."""
         finished, arrivals = self.done[kind], self.arrivals[kind]
         for stage in reversed(self.stages):
             done, arrived = finished[stage], arrivals[stage]

@@ -27,7 +27,7 @@ class ScheduleError(AutoparError):
 
 
 class Kind(str, Enum):
-    """What an action does. A full backward B does the work of both halves, I and W."""
+    """The kind of an action. A full backward, B, does the work of both I and W."""
 
     F = "F"  # forward
     B = "B"  # full backward

@@ -83,7 +83,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does from `start` on. action: None outside of the schedule."""
+    """An event on a rank from `start` on. action: None outside of the schedule."""
 
     rank: int
     work: Work

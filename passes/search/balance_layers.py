@@ -58,7 +58,7 @@ def balance_ranks(
 def _balance(
     layers: int, extra: tuple[float, ...], layer: float, least: int
 ) -> tuple[int, ...]:
-    """Layers of each part, at least so many, the slowest being as fast as can be.
+    """Layers of each part, at least `least`, with the slowest part as fast as possible.
 
     extra: what parts cost beside their layers.
     """

@@ -106,13 +106,13 @@ def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:
 
 
 def meshes(space: Space) -> Iterator[Mesh]:
-    """Ways to factor the devices; of tp, what shares heads of keys is an axis qp."""
+    """Yields all meshes of the devices; ranks that share heads of keys are qp."""
     for mesh in _meshes(space):
         yield with_groups(mesh, space.groups)
 
 
 def _meshes(space: Space) -> Iterator[Mesh]:
-    """A mesh that is decided stays as it was written."""
+    """Yields the decided mesh as it was written, else all ways."""
     if space.shape:
         yield from _meanings(space)
         return

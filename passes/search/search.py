@@ -301,13 +301,13 @@ def parts_of(mesh: Mesh, fewer: Mesh) -> int:
 
 
 def _but_recompute(candidate: Candidate) -> tuple[object, ...]:
-    """All that candidates of a search differ in, but what they compute again."""
+    """The key of a candidate's decisions, all but recomputation."""
     c = candidate
     return c.mesh, c.samples, c.schedule, c.stages_per_rank, c.zero
 
 
 def _kind(way: Way) -> tuple[object, ...]:
-    """What tells prices of layers on a mesh apart that each take long to find."""
+    """The key of prices that each take long to find, on one mesh."""
     several = way.samples > 1
     return way.recompute, way.halves, several, way.shares, way.context_parallel
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def find_counts(named: Named, plan: Plan) -> dict[str, Dim]:
-    """Sums over the batch of what is made of one field, row by row: name -> their dim.
+    """Sums over the batch that are computed from one field by rows: name -> their dim.
 
     Of several fields, rows of one might be read as another rank's. Where ranks' shares
     differ in size, they do in another way by microbatches than of the whole batch.

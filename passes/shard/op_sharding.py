@@ -26,8 +26,8 @@ class Allowed:
     differentiable: Collection[str]
 
     def may_split(self, f: Factor, node: Node) -> bool:
-        """A maximum that has a gradient stays whole: each rank would send it back to
-        the largest of its own."""
+        """Whether an axis may split a factor; a differentiable maximum stays whole, as
+        each rank would send the gradient to its own largest."""
         has_gradient = any(v.name in self.differentiable for v in node.results)
         return f.role != "whole" and not (f.role == "max" and has_gradient)
 

@@ -20,10 +20,10 @@ Groups = frozenset[tuple[int, int]]
 
 
 def split_groups(named: Named, plan: Plan) -> Plan:
-    """The plan with tp seen as two axes, where that is right for the model.
+    """The plan with tp as two axes, where that is right for the model.
 
-    One that has op shardings for tp stays as it is; so does one whose tp splits no
-    heads of keys.
+    A plan with op shardings for tp stays as it is; so does one whose tp splits no heads
+    of keys.
     """
     splits = KEYS in plan.split.get(TENSOR, ()) and QUERY_GROUP in plan.split
     if plan.op_shardings.get(TENSOR) or not splits:

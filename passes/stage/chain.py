@@ -125,7 +125,7 @@ class Chain:
 
     @cached_property
     def _named(self) -> dict[str, int]:
-        """What a plan calls a cut -> where that is: the layer that begins there, or the
+        """Name of a cut in plans -> its position: where a layer begins, or behind the
         main value, or another that crosses no cut before it, as all layers may read one
         that is larger than what each makes."""
         every = [i for i in range(1, len(self.nodes)) if self.is_place(i)]

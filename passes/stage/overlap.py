@@ -94,7 +94,7 @@ def gather_ahead(
 
 
 def _last_gathers(made: dict[str, Node]) -> list[Node]:
-    """The gathers of parameters' shares that no other such gather follows on.
+    """The gathers of parameters' shards that no other such gather follows.
 
     What is computed of parameters, and gathered, may lie as rows do: not in one piece.
     """

@@ -75,8 +75,8 @@ def is_sum(node: Node) -> bool:
 
 
 def is_pure(node: Node) -> bool:
-    """Whether a function may run it: no collective, and of what lives longer nothing is
-    written."""
+    """Whether a function may run the node: no collective, and no write to what lives
+    longer."""
     return not node.op.startswith("comm.") and not is_sum(node)
 
 

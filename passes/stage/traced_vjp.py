@@ -263,9 +263,8 @@ def _read(
     wanted: tuple[bool, ...],
     flows: list[bool],
 ) -> Template:
-    """Sort calls into forward and backward, which begins after so many. inputs:
-    operands, then cotangents. results: the op's, then the gradients of operands that
-    want one."""
+    """Sorts calls into forward, the first `begun`, and backward. inputs: operands, then
+    cotangents. results: the op's, then the gradients of operands that want one."""
     builder = Builder(set())
     sources = [builder.value("given", x.shape, x.dtype) for x in inputs]
     values = dict(zip(map(id, inputs), sources, strict=True))
@@ -339,5 +338,5 @@ def _read_call(call: _Call, values: dict[int, Value], builder: Builder) -> None:
 
 
 def _tensors(result: Any) -> tuple[Any, ...]:
-    """What an op found, as a tuple."""
+    """The results of an op, as a tuple."""
     return tuple(result) if isinstance(result, tuple | list) else (result,)

@@ -237,7 +237,7 @@ class _Grid:
 
 
 def _layer(module: str) -> str:
-    """`blocks.+i` of `blocks.+i.mlp`; "" outside of layers."""
+    """`blocks.+i` for `blocks.+i.mlp`; "" outside of layers."""
     parts = module.split(".")
     for i, part in enumerate(parts):
         if part.lstrip("+").isdigit() or re.fullmatch(r"\+?(i|\(i[+-]\d+\)|\*)", part):

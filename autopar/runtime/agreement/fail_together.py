@@ -28,8 +28,8 @@ def on_all(comm: Comm, work: Callable[[], T]) -> list[T]:
 def joined_on_first(
     comm: Comm, work: Callable[[], S], join: Callable[[list[S]], T]
 ) -> T:
-    """Every rank works, and rank 0 joins the results; all return what it makes of them,
-    or raise the first error."""
+    """Runs `work` on every rank, and `join` on rank 0 with the results; all return what
+    it returns, or raise the first error."""
     outcomes = comm.gather_to_first(outcome_of(work))
     return on_first(comm, lambda: join([agreed(one) for one in outcomes]))
 

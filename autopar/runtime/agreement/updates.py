@@ -38,7 +38,7 @@ FOR_ONE_DEVICE = (
 
 
 class OptimizerError(AutoparError):
-    """An optimizer that would not compute on shards what it computes on the model."""
+    """An optimizer would not compute on shards what it computes on the model."""
 
 
 class Updates:
@@ -222,8 +222,8 @@ class Updates:
             )
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Whether it is of this rank's parts: what `optimizer.state_dict()` gives says
-        so, as shapes are mostly those of another rank's too."""
+        """Checks that an optimizer's state is of this rank's parts, which
+        `optimizer.state_dict()` records: shapes alone mostly fit another rank's too."""
         if self._part and optimizer not in self._known:
             optimizer.register_state_dict_post_hook(_note_part(self._part))
         for group in optimizer.param_groups:

@@ -26,7 +26,7 @@ class FakeComm(Comm):
         super().__init__(mesh, rank, microbatches, device)
 
     def flush(self) -> None:
-        """All that was sent is gone."""
+        """Does nothing: all that was sent is gone."""
 
     def gather_object(self, value: Any) -> list[Any]:
         return [value] * self.mesh.size

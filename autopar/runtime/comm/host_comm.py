@@ -18,7 +18,7 @@ from autopar.runtime.comm.work import Work
 
 
 def engine(device: torch.device) -> type[ProcessComm]:
-    """What carries tensors of a device between this run's processes."""
+    """The class that carries tensors of a device between this run's processes."""
     if device.type == "cpu" or not dist.is_initialized():
         return ProcessComm
     by_gloo = f"{device.type}:gloo" in dist.get_backend_config()
@@ -37,7 +37,7 @@ class Landing(Work):
 
 
 class HostComm(ProcessComm):
-    """A `ProcessComm` that moves tensors by way of the host."""
+    """A `ProcessComm` that moves tensors through the host."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, in_turn=False)  # gloo has tags

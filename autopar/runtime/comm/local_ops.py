@@ -242,7 +242,7 @@ class LocalOps(Placement):
         return products.grouped_weight_grad_(grad, dy, x, ends)
 
     def _expert(self, expert: Tensor, experts: int, axes: tuple[str, ...]) -> Tensor:
-        """expert [rows] -> which of my own it is, -1 for another rank's."""
+        """expert [rows] -> its index among my own, -1 for another rank's."""
         pieces = self.pieces(experts, axes)
         if not pieces:
             return torch.full_like(expert, -1)

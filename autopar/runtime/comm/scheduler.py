@@ -29,7 +29,7 @@ class CooperativeScheduler:
         self._ended: SimpleQueue[int] = SimpleQueue()
 
     def run(self, body: Callable[[int], None]) -> None:
-        """Run body(i) in every thread to its end, then raise what one of them raised.
+        """Runs body(i) in every thread to its end, then raises what one of them raised.
 
         An interrupt of the caller ends the threads where they next wait, and then it.
         """

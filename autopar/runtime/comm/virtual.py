@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class RankError(CommError):
-    """A rank raised an exception: it is this one's `__cause__`."""
+    """A rank raised an exception, which is the `__cause__` of this one."""
 
 
 def run_virtual(

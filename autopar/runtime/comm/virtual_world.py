@@ -37,7 +37,7 @@ class Call:
     detail: dict[str, Any] = field(default_factory=dict)
 
     def common(self) -> tuple[Any, ...]:
-        """What must be the same on all ranks that meet."""
+        """The fields that must be equal on all ranks that meet."""
         shape: list[int | None] = list(self.shape)
         if self.open_dim is not None:
             shape[self.open_dim] = None

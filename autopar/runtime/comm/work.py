@@ -49,7 +49,7 @@ class CoalescedWork:
 
 @dataclass(frozen=True)
 class Arrived(Work):
-    """What has no way to go."""
+    """A message that needs no transfer."""
 
     x: Tensor
 

@@ -222,8 +222,8 @@ class Gradients:
         self._before.clear()
 
     def hand_over(self, overflowed: bool = False) -> None:
-        """Put them into the parameters' `.grad`; None there if they overflowed, which
-        is told where others of the same update are lost with them."""
+        """Puts gradients into the parameters' `.grad`; None if they overflowed, with a
+        warning where others of the same update are lost with them."""
         held = any(old is not None for old in self._before.values())
         if overflowed and held and self.comm.rank == 0:
             LOG.warning(

@@ -58,11 +58,11 @@ def compile_functions(module: dict[str, Any], text: str, cache: CodeCache) -> No
 
 
 class CompiledFunction:
-    """An emitted function that is compiled when it is called.
+    """An emitted function, compiled at its first call for each signature.
 
-    plain: as it is written, which runs where Inductor refuses it. source: its text
-    without comments. place: the line of the model that it begins with. single: whether
-    it returns a tensor, and not several.
+    plain: the function as written, which runs where Inductor refuses it. source: its
+    text without comments. place: its first line of the model. single: whether it
+    returns one tensor, and not several.
     """
 
     def __init__(

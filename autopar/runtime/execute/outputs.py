@@ -72,7 +72,7 @@ class Outputs:
         self._parts.clear()
 
     def _sum(self, spec: OutputSpec, dtype: torch.dtype) -> Tensor:
-        """Zeros [of the global shape], and in it what this rank answers for."""
+        """Zeros [global shape] with this rank's share of the output in it."""
         shape = [n for factors in spec.factors for n in factors]
         whole = torch.zeros(shape, dtype=dtype, device=self.comm.device)
         for place, part in self._own(spec):

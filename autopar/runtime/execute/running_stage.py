@@ -37,7 +37,7 @@ class Batch(dict[str, Field]):
         return self[key]
 
     def end(self) -> None:
-        """Do what nobody has read so far."""
+        """Runs the rest of the prologue, which nobody has waited for."""
         for _ in self.rest:
             pass
 
@@ -81,7 +81,7 @@ class RunningStage:
             self.awaited = next(self.epilogue or iter(()), [])
 
     def end_epilogue(self) -> None:
-        """What was scattered last."""
+        """Runs the rest of the epilogue, with the last scatters."""
         assert not self.awaited, "all gradients are ready"
         for _ in self.epilogue or ():
             pass

@@ -38,7 +38,7 @@ Factor = tuple[int, Pieces]  # global extent, and what of it is here
 
 
 def _block_elements(device: torch.device) -> int:
-    """Elements to work on at once: what a CPU core's cache holds, or fills a GPU."""
+    """Elements to work on at once: those of a CPU core's cache, or that fill a GPU."""
     return 1 << 15 if device.type == "cpu" else 1 << 24
 
 
@@ -141,7 +141,7 @@ def _filled(
     cols: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What `write` makes of the bits of `mixed`, a tile at a time."""
+    """Fills a tensor by `write`, from the bits of `mixed`, a tile at a time."""
     shape = torch.broadcast_shapes(rows.shape, cols.shape)
     filled = torch.empty(shape, dtype=dtype, device=rows.device)
     block = _block_elements(filled.device)

@@ -97,9 +97,9 @@ def choose_backend() -> str:
 
 
 def read_device(device: Any) -> torch.device:
-    """A device that this process has. Raises: MeshError, which says which there are.
+    """A device of this process; `meta`, which has no data, is always one.
 
-    One without data, `meta`, is always there.
+    Raises: MeshError, which lists the devices.
     """
     there = ["cpu"]
     if (kind := torch.accelerator.current_accelerator()) is not None:
@@ -131,8 +131,8 @@ def by_nccl() -> bool:
 
 
 def check_own_gpu(device: torch.device, timeout: timedelta) -> None:
-    """Compare this process's GPU with those of the others, where NCCL carries tensors:
-    of two on one GPU both would wait for ever. Raises MeshError on all of them."""
+    """Compares this process's GPU with the others', where NCCL carries tensors: two on
+    one GPU would wait for ever. Raises MeshError on all of them."""
     if device.type != "cuda" or not dist.is_initialized() or not by_nccl():
         return
     assert dist.group.WORLD is not None

@@ -52,7 +52,7 @@ def launch_by(
     seconds: float | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """The same by flags of torchrun."""
+    """Does the same, with flags of torchrun."""
     line = [sys.executable, "-m", "autopar.runtime.launch.quiet_torchrun"]
     line += [*flags, "-m", "autopar", *command]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

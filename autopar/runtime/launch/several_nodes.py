@@ -22,7 +22,7 @@ LAST_CALL = 5  # seconds that nodes wait for more of them, once the fewest are t
 
 
 class NodesError(AutoparError):
-    """Nodes that cannot be, or that do not find each other."""
+    """Nodes are impossible, or do not find each other."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _watched: ref[dist.ProcessGroup] | None = None
 
 
 def watch() -> None:
-    """Watch the ranks of the default process group, unless they are; on all of them."""
+    """Watches the ranks of the default process group; to be called on all."""
     global _watched
     group, at_work = dist.group.WORLD, Watchdog.at_work
     assert group is not None, "it has several ranks"

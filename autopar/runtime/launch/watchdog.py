@@ -131,8 +131,8 @@ class Watchdog:
         self.agree(f"rank {self.rank}{self.node.on} failed: {message}")
 
     def cause(self, error: BaseException) -> str | None:
-        """What failed elsewhere, and this rank by it; None: the error began here, which
-        the others are told."""
+        """The failure elsewhere that made this rank fail; None: the error began here,
+        and the others are told."""
         if of_communication(error) and (message := self.reason()) is not None:
             return message
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -208,7 +208,7 @@ class Watchdog:
         return self._beats(range(self.world))
 
     def tell_node(self) -> None:
-        """Tell the others which node this rank is on."""
+        """Tells the others which node this rank is on."""
         self.store.set(f"autopar/node/{self.rank}", self.node.on)
 
     def note_end(self) -> None:
@@ -295,7 +295,7 @@ class Watchdog:
     # --- the threads ---------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Beat until there is a failure, and tell it."""
+        """Sends beats until there is a failure, and tells it."""
         while self._failure is None and not self._stop.wait(BEAT):
             try:
                 self._failure = self._beat()

@@ -33,7 +33,7 @@ APART = 1e-3  # of the largest update: more than rounding, less than another for
 
 
 class Reach(Enum):
-    """What an element's update depends on."""
+    """How far an element's update depends on others."""
 
     ELEMENT = "each element by itself"
     PARAMETER = "a parameter as a whole"

@@ -81,7 +81,7 @@ class Known:
         return cls(ref(x), x._version, x.data_ptr(), x.requires_grad)
 
     def has_values_of(self, x: Tensor) -> bool:
-        """Whether nothing was written into it, and it is no other one."""
+        """Whether x is the tensor as known, and was not written to."""
         place = x._version, x.data_ptr()
         return self.tensor() is x and place == (self.version, self.place)
 

@@ -20,7 +20,7 @@ from autopar.passes.ranges import check_range
 
 
 class AverageError(AutoparError):
-    """An average of weights that cannot be."""
+    """An average of weights is impossible."""
 
 
 class Ema:

@@ -62,7 +62,7 @@ def gradient_norms(
 def _squares(
     program: Program, comm: Comm, gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Sums of squares of those shards that this rank is the first to hold, float64."""
+    """Sums of squares of the shards that this rank owns, float64."""
     own = [name for name in gradients if is_owner(program, comm, name)]
     # Plain tensors: of shards, users must not take norms.
     grads = [gradients[name].as_subclass(Tensor) for name in own]

@@ -101,7 +101,7 @@ class ShardGradient(Tensor):
 
 
 def as_part(x: Tensor) -> Tensor:
-    """The same memory as a gradient that knows that it is a part."""
+    """The same memory as a `ShardGradient`."""
     return x.as_subclass(ShardGradient)
 
 

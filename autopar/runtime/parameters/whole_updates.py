@@ -62,8 +62,8 @@ class WholeUpdates:
 
     @torch.no_grad()
     def gather(self, optimizer: Optimizer, *_: Any) -> None:
-        """The first part of each weight becomes all of it; the others have no gradient
-        meanwhile, and so are left alone."""
+        """Replaces the first part of each weight by the whole; the other parts have no
+        gradient meanwhile, and so are left alone."""
         for source, names in self.cut.items():
             held = [self.parameters[name] for name in names]
             grads = [p.grad for p in held]
@@ -181,7 +181,7 @@ def all_beside(program: Program) -> list[tuple[int, ...]]:
 
 
 def is_cut(program: Program, name: str) -> bool:
-    """Whether no rank has all of the model's parameter that this is, or is part of."""
+    """Whether no rank has the whole of the model's parameter `name` is part of."""
     spec = program.parameters[name]
     split = any(program.mesh.axis_size(axis) > 1 for axis in spec.cut_axes)
     return split or spec.shape != spec.part.shape

@@ -253,7 +253,7 @@ class _Memory:
             refuse_write(self.lasting[root], root, node)
 
     def check_lasting(self, target: Value, node: Node) -> None:
-        """Refuses a write to what lasts, by an op that returns something else."""
+        """Refuses a write to a lasting tensor by an op with another result."""
         if (root := self._root(target.name)) in self.lasting:
             refuse_write(self.lasting[root], root, node)
 

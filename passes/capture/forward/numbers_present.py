@@ -129,7 +129,7 @@ class Present:
                 self._numbers[id(result)] = result, same
 
     def below(self, x: Any) -> int:
-        """A number that all integers of a tensor are below; 0 of others."""
+        """A number that all integers of a tensor are below; 0 if none is known."""
         _, most, written = self._below.get(id(x), (x, 0, 0))
         return most if most and x._version == written else 0
 

@@ -45,8 +45,8 @@ class Outside:
         self.version, self.sample = self.x._version, sample(self.x)
 
     def changed(self, thorough: bool) -> bool:
-        """Whether it was written in place since; thorough: or by way of `.data`, as far
-        as a few of its elements tell."""
+        """Whether the tensor was written to since; thorough: also through `.data`, as
+        far as a few of its elements tell."""
         if self.x._version != self.version:
             return True
         return thorough and not torch.equal(sample(self.x), self.sample)

@@ -26,7 +26,7 @@ class Truth(torch.SymBool):
 
 
 class Equality(torch.SymBool):
-    """Whether two numbers, one of which is not known, are equal, or differ."""
+    """Whether two numbers, one of them unknown, are equal, or differ."""
 
     def __init__(self, guards: Guards, unknown: torch.SymBool, differ: bool) -> None:
         super().__init__(unknown.node)

@@ -88,7 +88,7 @@ def is_of_positions(rewriter: Rewriter, mask: Value) -> bool:
 
 
 def _is_of_positions(rewriter: Rewriter, x: Value, numbers: set[int]) -> bool:
-    """Whether x is made of positions by comparing; notes the numbers in it."""
+    """Whether x compares positions; notes the constants in it."""
     known = rewriter.constant(x) if x.numel <= SMALL else None
     if known is not None and _is_position(known, numbers):
         return True

@@ -93,8 +93,8 @@ def spread(rewriter: Rewriter, x: Value, along: int, rest: Sequence[int]) -> Val
 def _counts(
     rewriter: Rewriter, position: Value, extent: int, dim: int, rank: int
 ) -> bool:
-    """Whether an index is 0, 1, 2 ... along one dim of as many as all of them have, and
-    the same along the others."""
+    """Whether an index counts 0, 1, 2 ... along one dim, over the whole extent, and is
+    constant along the others."""
     if (copies := rewriter.producer(position, "aten.expand")) is not None:
         position = copies.operands[0]
     shape = (1,) * (rank - len(position.shape)) + position.shape

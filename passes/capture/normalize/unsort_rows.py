@@ -100,7 +100,7 @@ class _Unsorter:
         return self.rewriter.run({node.op: self.visit for node in self.graph.nodes})
 
     def of(self, v: Any) -> Any:
-        """What a value was before its rows had an order; itself of others."""
+        """The value before its rows were sorted; other values as they are."""
         known = isinstance(v, Value) and v.name in self.before
         return self.before[v.name][0] if known else v
 
@@ -167,7 +167,7 @@ class _Unsorter:
         return None
 
     def product(self, node: Node, order: Order) -> Values | None:
-        """A product of rows that are together by the numbers that were sorted."""
+        """A grouped product of rows that were sorted by group."""
         x, weight, ends, *others = arguments(node).values()
         numbers = None if ends is None else self.up_to(ends)
         if numbers is None or not self.sorts(order, numbers) or len(x.shape) != 2:
