@@ -21,7 +21,7 @@ def flops(node: Node) -> int:
     count = op_of(node).flops
     if count is not None:
         return count(node)
-    if is_view(node) or node.op.startswith("comm."):
+    if is_view(node) or node.is_comm:
         return 0
     return sum(v.numel for v in node.results)
 

@@ -133,6 +133,16 @@ class Node:
         """The op without its overload: `aten.add` of `aten.add.Tensor`."""
         return without_overload(self.op)
 
+    @property
+    def is_aten(self) -> bool:
+        """Whether the op is one of torch's."""
+        return self.op.startswith("aten.")
+
+    @property
+    def is_comm(self) -> bool:
+        """Whether the op is one of `Comm`: a collective, or of a rank's place."""
+        return self.op.startswith("comm.")
+
     def arg(self, name: str) -> Any:
         """An argument by its name in torch's schema: as it is given, else its default
         there; None where this overload of the op has no argument of that name."""

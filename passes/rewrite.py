@@ -156,7 +156,7 @@ class Rewriter:
 
     def _evaluate(self, x: Value) -> torch.Tensor | None:
         node = self.made.get(x.name)
-        if node is None or not node.op.startswith("aten."):
+        if node is None or not node.is_aten:
             return None
         known = {v.name: self.constant(v) for v in node.operands}
         if any(t is None for t in known.values()) or x.numel > LARGEST_CONSTANT:

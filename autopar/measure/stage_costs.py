@@ -113,7 +113,7 @@ def _distinct(lowered: Lowered, flows: Collection[str]) -> dict[str, Node]:
         mine = local.node(node)
         if is_view(mine) or not mine.results or not mine.operands:
             continue
-        if mine.op.startswith("comm.") or traffic(mine) > LARGEST:
+        if mine.is_comm or traffic(mine) > LARGEST:
             continue
         # Of those that are alike, one that has a backward.
         if any(v.name in flows for v in mine.results):

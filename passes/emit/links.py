@@ -40,7 +40,7 @@ def find_links(
         node = items[i]
         if not isinstance(node, Node) or len(node.outs) != 1 or not node.results:
             return 0
-        if not node.op.startswith("aten.") or is_in_place(node):
+        if not node.is_aten or is_in_place(node):
             return 0
         read = readers.get(node.out.name, [])
         if len(read) != 1 or node.out.name in keep:

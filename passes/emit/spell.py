@@ -96,7 +96,7 @@ def as_tuple(items: Iterable[str]) -> str:
 
 def _returns_list(node: Node) -> bool:
     """Whether a call returns a list, which is unpacked even if it has one tensor."""
-    if not node.op.startswith("aten."):
+    if not node.is_aten:
         return False
     returns = resolve(node.op)._schema.returns
     return [str(one.type) for one in returns] == ["List[Tensor]"]

@@ -50,7 +50,7 @@ def refuse_unread(node: Node) -> None:
     Raises: CaptureError that names the argument, if the op is treated specially.
     """
     heeds = op_of(node).heeds
-    if not heeds or not node.op.startswith("aten."):
+    if not heeds or not node.is_aten:
         return
     heeded = {*heeds.split(), *PLACEMENT}
     defaults = {a.name: a for a in resolve(node.op)._schema.arguments}

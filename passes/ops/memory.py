@@ -99,7 +99,7 @@ def takes_memory(node: Node) -> bool:
     if node.op == "aten.reshape.default":
         return not _splits_only(node.operands[0].shape, node.out.shape)
     kind = node.name
-    copies = node.op.startswith("comm.") or kind in ("aten.to", "aten.contiguous")
+    copies = node.is_comm or kind in ("aten.to", "aten.contiguous")
     return copies or not may_alias(node)
 
 

@@ -65,7 +65,7 @@ def awaits_number(node: Node) -> bool:
     if node.op in CHANCE:
         return node.arg("number") is None
     seeded = torch.Tag.nondeterministic_seeded
-    return node.op.startswith("aten.") and seeded in resolve(node.op).tags
+    return node.is_aten and seeded in resolve(node.op).tags
 
 
 def draw_of(name: str, bound: Mapping[str, Any]) -> Draw | None:

@@ -30,6 +30,6 @@ def is_fusable(node: Node) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether the op works element by element: declared so, or by torch's own tag."""
     rule = op_of(node).rule
-    if rule is not None or not node.op.startswith("aten."):
+    if rule is not None or not node.is_aten:
         return rule == "pointwise"
     return torch.Tag.pointwise in resolve(node.op).tags

@@ -261,7 +261,7 @@ class _Search:
         """Unites what the op's rule says, or trials; whether there was one. Without
         one, `align`."""
         rule = None
-        if node.results and node.op.startswith("aten."):
+        if node.results and node.is_aten:
             rule = equation(node)
             if rule is None and node.operands:
                 rule = probe_equation(node)

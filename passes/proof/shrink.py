@@ -188,7 +188,7 @@ class Shrinker:
     def _check(self, old: Node, new: Node) -> None:
         """Run the op on shapes alone; but for products of groups, which want rows of 16
         bytes that no small program has."""
-        if not new.op.startswith("aten.") or not new.results or new.name in PRODUCTS:
+        if not new.is_aten or not new.results or new.name in PRODUCTS:
             return
 
         def meta(v: Value) -> Tensor:

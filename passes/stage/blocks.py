@@ -200,7 +200,7 @@ def _made(nodes: Sequence[Node], names: Collection[str]) -> np.ndarray:
         waiting.clear()
 
     for i, node in enumerate(nodes):
-        if node.op.startswith("comm.") or node.location.layer != layer:
+        if node.is_comm or node.location.layer != layer:
             end(i)
         layer = node.location.layer
         for v in node.results:

@@ -71,13 +71,13 @@ def gather_runs(nodes: Sequence[Node]) -> list[Node]:
 def is_sum(node: Node) -> bool:
     """Whether it only adds to a parameter's gradient."""
     into = not node.results and node.operands[0].name.startswith(GRADIENT)
-    return into and not node.op.startswith("comm.")
+    return into and not node.is_comm
 
 
 def is_pure(node: Node) -> bool:
     """Whether a function may run the node: no collective, and no write to what lives
     longer."""
-    return not node.op.startswith("comm.") and not is_sum(node)
+    return not node.is_comm and not is_sum(node)
 
 
 def find_runs(

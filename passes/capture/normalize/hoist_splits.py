@@ -105,7 +105,7 @@ def _before(node: Node, dim: int) -> int | None:
     """The dim of the main operand that becomes `dim` of the result, if its indices are
     independent and need one step; else None. Dropout's numbers, an op of ours, go by
     place."""
-    steps = node.op.startswith("aten.") and not op_of(node).is_product
+    steps = node.is_aten and not op_of(node).is_product
     if not steps or not node.operands or len(node.outs) > 1:
         return None
     main = _main(node)

@@ -106,7 +106,7 @@ def _rearranges(node: Node) -> bool:
 
 def _arguments(node: Node) -> dict[str, Any]:
     """A node's arguments by the names of torch's schema; none for our own ops."""
-    return arguments(node) if node.op.startswith("aten.") else {}
+    return arguments(node) if node.is_aten else {}
 
 
 def _of(value: Any, origins: Mapping[str, set[_Origin]]) -> set[_Origin]:
