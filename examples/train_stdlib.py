@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from autopar.models.load import load_model
-from autopar.training.feed import open_run_data
+from autopar.training.data.feed import open_run_data
 from autopar.training.optimizer import make_optimizer, set_learning_rate
 from autopar.training.options import RunOptions
 from examples.gpt import GPT, Config, build

@@ -28,10 +28,10 @@ from autopar.planner.planned import mesh_of
 from autopar.runtime.launch.launch import launch
 from autopar.runtime.launch.nodes import check_launch, torchrun_for
 from autopar.terminal import command
-from autopar.training.data import weighted
+from autopar.training.data.sources import check_named
+from autopar.training.data.token_batches import weighted
 from autopar.training.options import RunOptions
 from autopar.training.run import run
-from autopar.training.sources import check_named
 
 EXAMPLES = (
     "autopar run plan --data stdlib --steps 100 --save trained",

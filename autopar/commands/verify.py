@@ -25,7 +25,7 @@ from autopar.proof.verification import Verification
 from autopar.reports.proof import verification_data, verification_table
 from autopar.runtime.agreement.validate import check_model
 from autopar.runtime.execute.code_cache import CodeCache
-from autopar.training.feed import vocab_of
+from autopar.training.data.feed import vocab_of
 from autopar.verify import room_needed, verify
 
 EXAMPLES = ("autopar verify plan", "autopar verify plan --float64 --all")

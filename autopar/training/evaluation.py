@@ -11,10 +11,10 @@ from torch import Tensor
 
 from autopar.passes.errors import AutoparError
 from autopar.step import Step
-from autopar.training.metrics import METRIC
+from autopar.training.reports.metrics import METRIC
 
 if TYPE_CHECKING:
-    from autopar.training.feed import Feed
+    from autopar.training.data.feed import Feed
     from autopar.training.options import RunOptions
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from autopar.passes.errors import AutoparError
 from autopar.passes.ranges import RANGES, check_range
+from autopar.training.data.token_files import BIN_DTYPES
 from autopar.training.evaluation import check_evaluation
 from autopar.training.nonfinite import ON_NONFINITE
-from autopar.training.profile import read_steps
+from autopar.training.reports.profile import read_steps
 from autopar.training.resume import check_saving
 from autopar.training.schedules import DECAY, check_schedule
-from autopar.training.token_files import BIN_DTYPES
 
 HELD_OUT = 0.1  # share of the data, where some is
 STEPS = 20

@@ -34,20 +34,20 @@ from autopar.runtime.launch.spare import await_end, end_spares
 from autopar.runtime.launch.watchdog import Watchdog
 from autopar.step import Step
 from autopar.terminal import command
+from autopar.training.data.feed import Feed, prepare_data
 from autopar.training.evaluation import Evaluation
-from autopar.training.feed import Feed, prepare_data
-from autopar.training.log import Log
-from autopar.training.metrics import Clock, Meter
 from autopar.training.nonfinite import EVERY, FirstNonFinite, is_finite
 from autopar.training.optimizer import make_optimizer, set_learning_rate
 from autopar.training.options import RunOptions
-from autopar.training.profile import Profile
-from autopar.training.progress import Progress
 from autopar.training.reference import Reference
-from autopar.training.report import Report, Writer
+from autopar.training.reports.log import Log
+from autopar.training.reports.metrics import Clock, Meter
+from autopar.training.reports.profile import Profile
+from autopar.training.reports.progress import Progress
+from autopar.training.reports.report import Report, Writer
+from autopar.training.reports.trackers import TensorBoard, WandB
 from autopar.training.resume import check_progress, claimed, is_due, resume, save
 from autopar.training.sample import Origin, Sampling, sample_text
-from autopar.training.trackers import TensorBoard, WandB
 
 NOT_THERE = (
     "see why they did not start, or start torchrun on each node; where nodes need "

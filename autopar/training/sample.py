@@ -20,9 +20,9 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.ranges import check_range
 from autopar.plans.store import StoredPlan
 from autopar.progress import tell
-from autopar.training.detokenize import Text, open_text
-from autopar.training.feed import vocab_of
-from autopar.training.fields import LABELS, fields_of
+from autopar.training.data.detokenize import Text, open_text
+from autopar.training.data.feed import vocab_of
+from autopar.training.data.fields import LABELS, fields_of
 from autopar.training.options import RunOptions
 
 

@@ -39,7 +39,7 @@ from autopar.passes.capture.rows.choices import Match, find_match
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Location
 from autopar.runtime.agreement.updates import Updates
-from autopar.training.feed import vocab_of
+from autopar.training.data.feed import vocab_of
 
 LOOPS = (
     in_place, one_hot, copies, of_samples, scattered, of_a_view, listed, if_any,

@@ -29,7 +29,7 @@ from autopar.proof import prove_program
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.training.data import open_data
+from autopar.training.data.token_batches import open_data
 from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.training.data import Corpus, open_data
-from autopar.training.sources import standard_library
-from autopar.training.tokens import DataError, Tokens
+from autopar.training.data.sources import standard_library
+from autopar.training.data.token_batches import Corpus, open_data
+from autopar.training.data.tokens import DataError, Tokens
 
 
 def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:

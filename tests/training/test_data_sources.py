@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.training import documents
-from autopar.training.data import Mixture, open_data
-from autopar.training.documents import Reading
-from autopar.training.sources import open_tokens
-from autopar.training.tokenizer import open_tokenizer
-from autopar.training.tokens import DataError, Piece, Tokens
+from autopar.training.data import documents
+from autopar.training.data.documents import Reading
+from autopar.training.data.sources import open_tokens
+from autopar.training.data.token_batches import Mixture, open_data
+from autopar.training.data.tokenizer import open_tokenizer
+from autopar.training.data.tokens import DataError, Piece, Tokens
 
 WORDS = ["[END]", "to", "be", "or", "not", "that", "is"]
 

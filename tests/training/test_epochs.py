@@ -11,9 +11,9 @@ from plans import rows, tiny_plan
 
 from autopar.cli import main
 from autopar.models.load import load_model
-from autopar.training.data import open_data
-from autopar.training.epochs import Epochs, shuffled
-from autopar.training.tokens import DataError
+from autopar.training.data.epochs import Epochs, shuffled
+from autopar.training.data.token_batches import open_data
+from autopar.training.data.tokens import DataError
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from plans import model_file
 from autopar import progress
 from autopar.cli import COMMANDS, main
 from autopar.progress import Progress, tell
-from autopar.training import progress as training
-from autopar.training.metrics import Row
 from autopar.training.options import RunOptions
+from autopar.training.reports import progress as training
+from autopar.training.reports.metrics import Row
 
 # Of each command but `run`, whose lines are one object each, and `demo`, a show.
 LINES = {
@@ -159,7 +159,9 @@ def test_every_command_with_a_result_speaks_json() -> None:
 def test_a_run_leaves_lines_above_its_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, now = Terminal(), [100.0]
     monkeypatch.setattr("sys.stdout", shown)
-    monkeypatch.setattr("autopar.training.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "autopar.training.reports.progress.time.monotonic", lambda: now[0]
+    )
     lines = training.Progress(RunOptions(steps=9), 0)
     row: Row = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0}
     for step, seconds in ((1, 0.0), (2, 1.0), (3, 1.0), (4, 0.5), (9, 0.2)):

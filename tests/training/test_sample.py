@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.cli import main
 from autopar.models.load import load_model
-from autopar.training.detokenize import open_text
+from autopar.training.data.detokenize import open_text
 from autopar.training.sample import (
     Origin,
     SampleError,

@@ -10,8 +10,8 @@ from plans import tiny_file
 
 from autopar.cli import main
 from autopar.models.load import load_model
-from autopar.training.data import open_data
-from autopar.training.trackers import RUN_ID
+from autopar.training.data.token_batches import open_data
+from autopar.training.reports.trackers import RUN_ID
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 from autopar.cli import main
 from autopar.models.load import ModelError, load_model
 from autopar.rank_step import RankStep
-from autopar.training.data import open_data
-from autopar.training.fields import check_fields, fields_of
-from autopar.training.tokens import DataError
+from autopar.training.data.fields import check_fields, fields_of
+from autopar.training.data.token_batches import open_data
+from autopar.training.data.tokens import DataError
 
 
 @pytest.fixture

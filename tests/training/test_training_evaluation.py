@@ -13,9 +13,9 @@ from plans import rows, tiny_file, tiny_plan
 
 from autopar.cli import main
 from autopar.models.load import load_model
-from autopar.training.data import Corpus, open_data
+from autopar.training.data.token_batches import Corpus, open_data
+from autopar.training.data.tokens import Tokens
 from autopar.training.evaluation import runs_of
-from autopar.training.tokens import Tokens
 
 
 @pytest.fixture

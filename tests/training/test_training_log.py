@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.cli import main
 from autopar.models.load import load_model
 from autopar.planner.compile_planned import compiled
-from autopar.training import metrics
 from autopar.training import run as training
-from autopar.training.data import open_data
+from autopar.training.data.token_batches import open_data
 from autopar.training.options import RunOptions
+from autopar.training.reports import metrics
 
 
 @pytest.fixture

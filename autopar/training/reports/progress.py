@@ -6,8 +6,8 @@ import sys
 import time
 
 from autopar.terminal import is_terminal, width
-from autopar.training.metrics import METRIC, Clock, Row, as_json
 from autopar.training.options import RunOptions
+from autopar.training.reports.metrics import METRIC, Clock, Row, as_json
 from autopar.units import size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.training.metrics import Clock, Row, as_json
+from autopar.training.reports.metrics import Clock, Row, as_json
 
 
 @dataclass

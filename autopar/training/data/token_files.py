@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from autopar.training.tokens import DataError
+from autopar.training.data.tokens import DataError
 
 HEADER = 1024  # bytes
 # magic number -> (version, type of a token)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.training.data import Batch, Data, weighted
-from autopar.training.tokens import DataError
+from autopar.training.data.token_batches import Batch, Data, weighted
+from autopar.training.data.tokens import DataError
 
 ROUNDS = 6
 U64 = np.uint64

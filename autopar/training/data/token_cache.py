@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.training.token_files import read_token_file
-from autopar.training.tokenizer import Tokenizer
-from autopar.training.tokens import DataError
+from autopar.training.data.token_files import read_token_file
+from autopar.training.data.tokenizer import Tokenizer
+from autopar.training.data.tokens import DataError
 
 VERSION = 1  # of what is written
 PAUSE = 5.0  # seconds between lines of progress

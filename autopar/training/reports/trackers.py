@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.passes.errors import AutoparError
-from autopar.training.metrics import Clock, Row
+from autopar.training.reports.metrics import Clock, Row
 
 if TYPE_CHECKING:
     from autopar.training.options import RunOptions

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from autopar.training.metrics import METRIC, Clock, Meter, Row
+from autopar.training.reports.metrics import METRIC, Clock, Meter, Row
 
 
 class Writer(Protocol):

@@ -12,20 +12,20 @@ from torch import Tensor
 from autopar.models.load import LoadedModel, ModelError
 from autopar.passes.program import Program
 from autopar.passes.ranges import Range
-from autopar.training.data import Corpus, Data, Mixture, open_data
-from autopar.training.documents import Reading
-from autopar.training.epochs import Epochs
-from autopar.training.fields import (
+from autopar.training.data.documents import Reading
+from autopar.training.data.epochs import Epochs
+from autopar.training.data.fields import (
     DOCUMENTS,
     POSITIONS,
     check_fields,
     fields_of,
     no_end,
 )
+from autopar.training.data.sources import open_tokens
+from autopar.training.data.token_batches import Corpus, Data, Mixture, open_data
+from autopar.training.data.tokenizer import Tokenizer, open_tokenizer
+from autopar.training.data.tokens import DataError
 from autopar.training.options import RunOptions
-from autopar.training.sources import open_tokens
-from autopar.training.tokenizer import Tokenizer, open_tokenizer
-from autopar.training.tokens import DataError
 
 ANY = 1 << 32  # a vocabulary that has all ids
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.local_batches import Inputs
 from autopar.models.load import ModelError
-from autopar.training.tokens import DataError
+from autopar.training.data.tokens import DataError
 
 LABELS = ("labels", "targets")
 MASK = ("attention_mask",)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.training.token_cache import Part, digest_of_files, tokenized
-from autopar.training.tokenizer import BYTES, Tokenizer, need
-from autopar.training.tokens import DataError, Piece
+from autopar.training.data.token_cache import Part, digest_of_files, tokenized
+from autopar.training.data.tokenizer import BYTES, Tokenizer, need
+from autopar.training.data.tokens import DataError, Piece
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 ROWS = 1000  # of text, at a time

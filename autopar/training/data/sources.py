@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.training.documents import BUILDERS, Reading, rows_of, text_of
-from autopar.training.token_files import TOKEN_FILES, read_token_file
-from autopar.training.tokens import DataError, Piece, Tokens
+from autopar.training.data.documents import BUILDERS, Reading, rows_of, text_of
+from autopar.training.data.token_files import TOKEN_FILES, read_token_file
+from autopar.training.data.tokens import DataError, Piece, Tokens
 
 KINDS = (*TOKEN_FILES, *BUILDERS)
 IN_FOLDERS = (*TOKEN_FILES, ".parquet", ".jsonl")

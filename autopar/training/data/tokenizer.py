@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.passes.decode import parse_json
 from autopar.read_file import read_text
-from autopar.training.tokens import DataError
+from autopar.training.data.tokens import DataError
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 WRITE = f"give a folder with {FILE}, as tokenizer.save_pretrained(folder) writes it"

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopar.training.sources import open_tokens
-from autopar.training.tokens import DataError, Tokens
+from autopar.training.data.sources import open_tokens
+from autopar.training.data.tokens import DataError, Tokens
 
 Batch = tuple[Tensor, Tensor]
 """ids and labels, int64 [batch_size, seq]: labels[b, i] follows ids[b, i]."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.training.tokenizer import BYTES, FILE, need, open_tokenizer
+from autopar.training.data.tokenizer import BYTES, FILE, need, open_tokenizer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a run tells of its steps: on the terminal, in logs, to trackers, in traces."""
