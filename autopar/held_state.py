@@ -1,4 +1,4 @@
-"""What a rank holds of a program: its parameters, state dicts of them, checkpoints."""
+"""A rank's part of a program: its parameters, state dicts of them, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is being done, shown while it is: `compile: insert_collectives done  3 s`.
+"""Shows work while it is done: `compile: insert_collectives done  3 s`.
 
 Work names its phases by `tell`, wherever it is. A command shows them by `Progress`;
 without one, as where autopar is a library, nothing is shown.

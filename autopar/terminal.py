@@ -1,4 +1,4 @@
-"""What the terminal can do: its width, whether it shows colours."""
+"""The terminal: its width, and whether it shows colours."""
 
 from __future__ import annotations
 

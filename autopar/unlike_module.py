@@ -1,4 +1,4 @@
-"""What people look for in a step as if it were their module, and where that is."""
+"""Names that people look for in a step as in their module, and what does the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes make new graphs with."""
+"""Builds graphs: fresh names, and the nodes that a pass appends."""
 
 from __future__ import annotations
 

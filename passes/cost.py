@@ -1,4 +1,4 @@
-"""What a node does: floating point operations and bytes; and amounts that add up."""
+"""Costs of nodes: floating point operations and bytes; and amounts that add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parameters of a graph are of the model's own."""
+"""Parts of the model's own parameters, as a graph's parameters are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a class or a module of others has is replaced for a while."""
+"""Replaces an attribute of others' class or module for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's forward is read as."""
+"""The captured forward of a model, as passes read it."""
 
 from __future__ import annotations
 

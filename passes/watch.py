@@ -1,4 +1,4 @@
-"""Who watches what each pass makes."""
+"""Watches: observers of the result of each pass."""
 
 from __future__ import annotations
 

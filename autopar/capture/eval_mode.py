@@ -1,4 +1,4 @@
-"""What a model computes in eval mode, and whether that is a step without dropout."""
+"""Tells whether a model computes in eval mode what a step does without dropout."""
 
 from __future__ import annotations
 

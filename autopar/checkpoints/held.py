@@ -1,4 +1,4 @@
-"""What a rank holds of a model and its optimizer, for checkpoints: pieces to write, and
+"""A rank's part of a model and its optimizer, for checkpoints: pieces to write, and
 memory to read into, by the keys that they are saved under.
 
 A parameter of the program may be part of one of the model's: the parts are then pieces

@@ -1,4 +1,4 @@
-"""What an optimizer stores, by parameter: also what it has for a whole group with the
+"""The state of an optimizer by parameter, also where it stores a whole group with the
 first parameter, a row for each, as forms of Muon that work on stacked matrices do.
 
 Of another group, as on a stage of a pipeline, other rows are stacked.

@@ -1,4 +1,4 @@
-"""What commands have in common: the flags of options, types of values.
+"""Parts that commands share: the flags of options, types of values.
 
 A flag of a number is named as its range in `passes.ranges`, which the Python API checks
 too. argparse puts the flag's name before what is said of a value here.

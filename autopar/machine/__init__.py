@@ -1,1 +1,1 @@
-"""What machine there is: from a table, a file, or measured."""
+"""Descriptions of the machine: from a table, a file, or measured."""

@@ -1,4 +1,4 @@
-"""What runs the functions of emitted modules: Python, or code that Inductor made."""
+"""Chooses the backend of emitted modules: Python, or code that Inductor makes."""
 
 from __future__ import annotations
 

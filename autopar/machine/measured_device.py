@@ -1,4 +1,4 @@
-"""What a GPU that no table has reaches: large products and a large copy, timed."""
+"""Measures a GPU that is in no table: large products and a large copy, timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend gains here: a few layers as Python, and as Inductor compiles them."""
+"""Measures the gain of compiling: a few layers as Python, and by Inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `autopar plan -o` wrote is compiled where it lies, once for a run's ranks."""
+"""Compiles a plan of `autopar plan -o` where it lies, once for a run's ranks."""
 
 from __future__ import annotations
 

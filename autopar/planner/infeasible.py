@@ -1,4 +1,4 @@
-"""Why there is no plan: by how much it does not fit, what binds, and a way out."""
+"""The error for no plan: how much too large it is, what binds, and a way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search found, priced again; and as formulas in the model's named dims."""
+"""Prices a search's result again; and as formulas in the model's named dims."""
 
 from __future__ import annotations
 

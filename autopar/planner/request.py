@@ -1,4 +1,4 @@
-"""What a planner is asked for: devices, and the decisions that are made already."""
+"""Requests to a planner: devices, and the decisions that are made already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a proof says when it fails, and how far two tensors are apart."""
+"""Errors of proofs, and the distance of two tensors."""
 
 from __future__ import annotations
 

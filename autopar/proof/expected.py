@@ -1,4 +1,4 @@
-"""What the untouched model computes, for programs to be compared with."""
+"""Runs the untouched model, for programs to be compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the untouched model computes, once more: in float64, and rounded otherwise.
+"""Runs the untouched model again: in float64, and rounded otherwise.
 
 Rounding and faults look alike in one run. But a fault stays where all is in float64,
 and rounding is as large as the model's own results move when each op of it is rounded

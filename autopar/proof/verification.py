@@ -1,4 +1,4 @@
-"""What a comparison with the untouched model found, and if rounding explains it."""
+"""The result of comparing with the untouched model, and if rounding explains it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What people read: tables, explanations, traces."""
+"""Reports for people: tables, explanations, traces."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a table."""
+"""A checkpoint's contents, as a table."""
 
 from __future__ import annotations
 

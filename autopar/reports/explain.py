@@ -1,4 +1,4 @@
-"""Why a plan: where its predicted seconds and bytes go, and what others would cost."""
+"""Explains a plan: its predicted seconds and bytes by cause, and what others cost."""
 
 from __future__ import annotations
 

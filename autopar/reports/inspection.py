@@ -1,4 +1,4 @@
-"""What a program is: its named dims, stages, communication and schedule, as tables."""
+"""A program as tables: its named dims, stages, communication and schedule."""
 
 from __future__ import annotations
 

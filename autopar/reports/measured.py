@@ -1,4 +1,4 @@
-"""What was measured of this machine, for people."""
+"""The measurements of this machine, for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's op shardings say, as a table."""
+"""The op shardings of a plan, as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `autopar plan` tells: the best plan, its runners-up, and their precision."""
+"""The tables of `autopar plan`: the best plan, its runners-up, and their precision."""
 
 from __future__ import annotations
 

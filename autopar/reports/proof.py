@@ -1,4 +1,4 @@
-"""What `verify` found, as a table and as values for JSON."""
+"""The result of `verify`, as a table and as values for JSON."""
 
 from __future__ import annotations
 

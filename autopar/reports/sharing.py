@@ -1,4 +1,4 @@
-"""What ZeRO leaves on a rank, beside what its formula says."""
+"""Bytes that ZeRO leaves on a rank, beside those of its formula."""
 
 from __future__ import annotations
 

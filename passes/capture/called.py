@@ -1,5 +1,5 @@
-"""What a forward calls, layer by layer, and with what: two layers that call the same
-with the same are one computation, whatever Python went through to get there."""
+"""Records the calls of a forward, layer by layer: two layers with the same calls of the
+same arguments are one computation, whatever Python went through to get there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model computes in, where that is less than its parameters have.
+"""The precision that a model computes in, where it is lower than its parameters'.
 
 Under torch.autocast products do, and what is added up stays wide; an embedding's rows
 have its own precision, and so has the residual stream. A `Stream` is the model with its

@@ -1,1 +1,1 @@
-"""What each dim of each tensor is, found by how dims flow through ops."""
+"""Names the dims of all tensors, by how dims flow through ops."""

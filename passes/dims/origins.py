@@ -1,4 +1,4 @@
-"""What a value depends on: nothing, the batch, parameters, or both.
+"""Finds what each value depends on: nothing, the batch, parameters, or both.
 
 It decides when a value is computed: constants once, values of the batch alone possibly
 ahead of the microbatches, everything else in the loop.

@@ -1,1 +1,1 @@
-"""What a rank runs of a stage, as the text of a Python module."""
+"""Writes the nodes that a rank runs of a stage as a Python module."""

@@ -1,4 +1,4 @@
-"""What a node computes, on plain tensors in one process.
+"""Evaluates nodes on plain tensors in one process.
 
 Ops of our own have kernels elsewhere; their formulas say what they mean.
 """

@@ -1,1 +1,1 @@
-"""What a plan takes: seconds and bytes of its parts, on some machine."""
+"""Prices plans: seconds and bytes of their parts, on some machine."""

@@ -1,4 +1,4 @@
-"""What a stage costs on a device: seconds, messages and bytes, each by its name.
+"""The account of a stage on a device: seconds, messages and bytes, each by its name.
 
 An account is counted on the nodes that a rank would run, forward and backward, with
 their own shapes. Stages of equal layers differ by whole layers, so accounts are added

@@ -1,4 +1,4 @@
-"""What attention reaches of a device's peak: by head dim, causal or not, and length.
+"""Attention's share of a device's peak: by head dim, causal or not, and length.
 
 Of FlashAttention-2, the kernel that a GPU's ranks run (`autopar.runtime.kernels`).
 Figures 5 and 6 of Shah 2024 (arXiv:2407.08608) say for an H100 what it does in a second

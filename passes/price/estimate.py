@@ -1,4 +1,4 @@
-"""What a step of a candidate plan takes: seconds and bytes, and where they go.
+"""Estimates a step of a candidate plan: seconds and bytes, and where they go.
 
 Stage accounts and the cluster's links come in; the pipeline's schedule is run on paper.
 """

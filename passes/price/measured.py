@@ -1,4 +1,4 @@
-"""What a machine was measured to take: seconds of ops and of messages.
+"""Measurements of a machine: seconds of ops and of messages.
 
 Both are points. What was not measured itself is read off between them: of an op by
 its bytes and operations, of a message by its bytes; and how it was found is told along.

@@ -1,4 +1,4 @@
-"""What pipeline stages of any number of layers cost, from a model of three layers.
+"""Prices of pipeline stages with any number of layers, from a model of three layers.
 
 A model of equal layers (or equal runs of them) is cut into its first, a middle and its
 last layer, and once more with the last two together. Differences give what one more

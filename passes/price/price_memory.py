@@ -1,4 +1,4 @@
-"""What a rank's stage holds in memory, as amounts of its account.
+"""Memory of a rank's stage, as amounts of its account.
 
 ZeRO shares out a parameter over the ranks that would hold the same of it. Experts that
 an axis ep splits are others on each of its ranks, so they are counted apart, as is the

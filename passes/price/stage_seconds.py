@@ -1,4 +1,4 @@
-"""What one microbatch takes on a stage of a candidate, with what it waits for.
+"""Seconds of one microbatch on a stage of a candidate, with its waits.
 
 Collectives are exposed: a rank waits for each of them, as the runtime does, except for
 what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters, and for parameters that come

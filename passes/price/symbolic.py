@@ -1,4 +1,4 @@
-"""What a model takes, as formulas in the sizes of its named dims.
+"""Costs of a model, as formulas in the sizes of its named dims.
 
 Every tensor dim is a product of named dims; a symbol for each gives every value of the
 traced graph a symbolic shape. What counts numbers then counts formulas: operations are

@@ -1,1 +1,1 @@
-"""What proves a plan at a size where proving is cheap, and carries the proof over."""
+"""Proves a plan at a size where proving is cheap, and carries the proof over."""

@@ -1,5 +1,5 @@
-"""Whether parameters of a large program rest, and their gradients are summed, as those
-of a small one."""
+"""Checks that parameters of a large program rest, and their gradients are summed, as
+those of a small one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the backward makes again instead of keeping it."""
+"""Recomputation: values that the backward makes again instead of keeping them."""

@@ -1,1 +1,1 @@
-"""Who runs which stage when: seconds, bubbles and bytes of pipelines."""
+"""Pipeline schedules: who runs which stage when, in how many seconds and bytes."""

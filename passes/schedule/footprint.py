@@ -1,4 +1,4 @@
-"""What a rank keeps in memory, and when, by its schedule; and what it sends."""
+"""Bytes that a rank keeps, by its schedule; and bytes that it sends."""
 
 from __future__ import annotations
 

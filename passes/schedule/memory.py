@@ -1,4 +1,4 @@
-"""What a rank of each pipeline stage holds in memory, at its most, term by term."""
+"""The peak memory of a rank of each pipeline stage, term by term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a schedule's messages take up memory on the rank that sends or gets them."""
+"""The lifetimes of messages' memory on the ranks that send and get them."""
 
 from __future__ import annotations
 

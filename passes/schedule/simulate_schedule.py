@@ -1,4 +1,4 @@
-"""How long a schedule takes, how much of that is idle, and what it looks like."""
+"""Simulates a schedule: its seconds, idle shares, and a drawing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage gets, where all layers are alike.
+"""Balances layers over pipeline stages, where all layers are alike.
 
 The slowest rank is as fast as can be; exact, for stages that differ only in what the
 first and the last do beside their layers.

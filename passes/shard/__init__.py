@@ -1,1 +1,1 @@
-"""Which axis splits what, where, and the collectives that follow from it."""
+"""Shards a graph: the dims that each axis splits, and the collectives that follow."""

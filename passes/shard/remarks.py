@@ -1,5 +1,5 @@
-"""What a user should know about a plan: work that an axis does not split, and ops that
-have no rule.
+"""Remarks on a plan for the user: work that an axis does not split, and ops that have
+no rule.
 
 A program that keeps too much whole is right, only slow: nothing but these notes tells.
 """

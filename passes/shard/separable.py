@@ -1,4 +1,4 @@
-"""Whether the microbatches share the loss out.
+"""Checks that microbatches can share the loss out.
 
 Gradients are added up over them, so each must compute a part of the loss, and none may
 need what another one has.

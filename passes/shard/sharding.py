@@ -1,4 +1,4 @@
-"""How a value lies on the mesh.
+"""Shardings: how a value lies on the mesh.
 
 On each axis a value is in one of four states:
 

@@ -1,4 +1,4 @@
-"""What ZeRO has alive by block while a part runs, beside what the part itself has.
+"""Bytes of blocks that ZeRO has alive while a part runs, beside the part's own.
 
 Counted on the nodes of a rank that holds parameters whole and makes gradients, see
 `passes.stage.differentiate.join_both`: where these are used says when

@@ -1,4 +1,4 @@
-"""What a rank's stage keeps in memory and sends, counted on its emitted nodes.
+"""Counts the bytes that a rank's stage keeps and sends, on its emitted nodes.
 
 Memory is counted by storage: a view costs nothing, and what a view is made of lives as
 long as the view does.

@@ -1,4 +1,4 @@
-"""What one rank runs of a pipeline stage, as `differentiate` makes it."""
+"""The part of a pipeline stage that one rank runs, as `differentiate` makes it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What of a list of nodes is in memory when: storages, the values that lie in them, and
-the bytes alive while each node runs."""
+"""Storages of a list of nodes, the values that lie in them, and the bytes alive while
+each node runs."""
 
 from __future__ import annotations
 

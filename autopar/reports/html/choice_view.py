@@ -1,4 +1,4 @@
-"""Why a plan: candidates by time and memory, the front, and what prices are made of."""
+"""The choice of a plan: candidates by time and memory, the front, and their prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each statement of an emitted module makes: shapes, types and bytes.
+"""Observes the tensors of each statement of an emitted module: shapes, types, bytes.
 
 A module runs once on tensors of the meta device, as when it was compiled (see
 `autopar.proof.full_size`), and is watched: nothing here is worked out a second time.

@@ -1,4 +1,4 @@
-"""What `autopar run --log-file` wrote: JSON lines of steps and evaluations."""
+"""Reads logs of `autopar run --log-file`: JSON lines of steps and evaluations."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What all ranks must have alike, asked before they wait for each other."""
+"""Checks that ranks agree, before they wait for each other."""

@@ -1,4 +1,4 @@
-"""What ranks must have alike, and what is said where they have not.
+"""The values that ranks must have alike, and the errors where they have not.
 
 Every rank passes the whole batch and the same weights, and updates them in the same
 way. Ranks with others of their own would train a plausible curve that is wrong; so what

@@ -1,4 +1,4 @@
-"""What rank 0 works out for all."""
+"""Runs work on rank 0 for all ranks."""
 
 from __future__ import annotations
 

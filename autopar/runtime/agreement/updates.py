@@ -1,4 +1,4 @@
-"""What optimizers do with a step's parameters: looked at when they update them."""
+"""Looks at optimizers when they update a step's parameters."""
 
 from __future__ import annotations
 

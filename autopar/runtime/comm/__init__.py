@@ -1,1 +1,1 @@
-"""How ranks talk: collectives, messages, and what carries them."""
+"""Communication of ranks: collectives, messages, and their carriers."""

@@ -1,4 +1,4 @@
-"""What a rank computes by its place on the mesh, without a message.
+"""Ops that a rank computes by its place on the mesh, without a message.
 
 Masks of dropout, choices of routers, and rows and entries of a sharded dim, whose
 indices are global. `...` in a shape is any number of dims.

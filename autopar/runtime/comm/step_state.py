@@ -1,4 +1,4 @@
-"""What calls of emitted code depend on beside their arguments: the step that runs."""
+"""The state of the running step, on which calls of emitted code depend."""
 
 from __future__ import annotations
 

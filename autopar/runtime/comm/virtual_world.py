@@ -1,4 +1,4 @@
-"""What the ranks of a virtual mesh share: calls that meet, messages, deadlocks."""
+"""The shared state of a virtual mesh: calls that meet, messages, deadlocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for tensors that are on their way, and how many there were."""
+"""Handles of tensors that are on their way, and how many there were."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a program returns beside its loss: of each rank and microbatch a part, put
-together on all ranks."""
+"""Outputs of a program beside its loss: parts of ranks and microbatches, put together
+on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process and device this is, of those that a step runs on."""
+"""Joins the processes of a step, and finds this one's rank and device."""
 
 from __future__ import annotations
 

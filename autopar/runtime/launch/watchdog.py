@@ -1,4 +1,4 @@
-"""Which rank failed: each publishes its failure, and a sign of life, in the store.
+"""Names the rank that failed: each puts its failure, and signs of life, in the store.
 
 A rank that dies takes the others with it, by errors and timeouts that do not name it.
 So a rank that raises writes that to the store of the process group, every rank counts

@@ -1,4 +1,4 @@
-"""What a program is fed with: tokens, as the fields that it was compiled for."""
+"""Feeds a program: tokens, as the fields that it was compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is reported with: its speed, the share of the devices' peak, memory."""
+"""Metrics of a step: its speed, the share of the devices' peak, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints."""
+"""Prints the lines of a run."""
 
 from __future__ import annotations
 

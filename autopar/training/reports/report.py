@@ -1,4 +1,4 @@
-"""Who is told of the steps of a run, on rank 0."""
+"""Reports the steps of a run to writers, on rank 0."""
 
 from __future__ import annotations
 

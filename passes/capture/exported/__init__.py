@@ -1,1 +1,1 @@
-"""What torch.export gives: a graph of ours, without writes."""
+"""Reads torch.export's program as a graph of ours, without writes."""

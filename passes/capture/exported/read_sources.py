@@ -1,4 +1,4 @@
-"""What an exported program computes from, by the names that the model has for it."""
+"""Reads the sources of an exported program, by the model's own names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What `torch.compiler.is_compiling()` and `is_exporting()` say within a forward that
-is captured.
+"""Answers `torch.compiler.is_compiling()` and `is_exporting()` within a captured
+forward.
 
 `torch.export` sets both. To torch's own code that is right, which goes ways then that
 can be captured; but a user's model runs eagerly, and computes what it computes there.

@@ -1,5 +1,5 @@
-"""What changes gradients behind the back of a capture is refused by name: hooks, and
-derivatives taken in forward. `.data` is read as what it means, a detached tensor.
+"""Refuses what changes gradients unseen by a capture: hooks, and derivatives taken in
+forward. `.data` is read as what it means, a detached tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of a causal mask another mask shows: one too large to be made, row by row."""
+"""Recognizes masks within a causal one, row by row if they are too large to make."""
 
 from __future__ import annotations
 
