@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.examples.gpt import tiny
+from autopar.compiler import compile_offline
+from autopar.examples.gpt import Config, build, tiny
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
@@ -51,18 +51,23 @@ def test_whoever_reads_it_is_told(keep):
     assert remark in compile_program(traced, Plan(Mesh.parse("dp=2"))).remarks
 
 
-def test_what_is_returned_beside_the_loss_is_a_metric():
-    class Kept(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = tiny()[0]
+def test_a_loss_function_may_return_it():
+    """Of any layer, though layers that do the same are captured once."""
+    torch.manual_seed(0)
+    model, batch = build(Config(layers=5, width=16, heads=2, context=8, vocab=32), 4)
+    for block in model.blocks:
+        block.register_forward_hook(
+            lambda m, _, out: setattr(m, "last", out.detach().square().mean())
+        )
 
-        def forward(self, **batch):
-            _, loss = self.model(**batch)
-            return {"loss": loss, "perplexity": loss.detach().exp()}
+    def loss_fn(output, batch):
+        del batch
+        lasts = {f"last {i}": block.last for i, block in enumerate(model.blocks)}
+        return {"loss": output[1], **lasts}
 
-    traced = capture_model(Kept(), tiny()[1])
-    assert (traced.outputs, traced.remarks) == (("perplexity",), ())
+    plan = Plan(Mesh.parse("dp=2,tp=2"), microbatches=2)
+    program = compile_offline(model, batch, plan, loss_fn, prove=True)
+    assert program.metric_names == [f"last {i}" for i in range(5)]
 
 
 def constant(m, _, out):

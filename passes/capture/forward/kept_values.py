@@ -75,6 +75,6 @@ class KeptValues:
         more = f" and {n} more" if (n := len(self.places) - MOST) > 0 else ""
         return (
             f"forward keeps values of the batch in {named}{more}, which a step leaves "
-            "as they were: to read one after a step, return it beside the loss, as "
-            "{'loss': loss, 'name': value}, and read step.metrics",
+            "as they were: to read one in step.metrics, let loss_fn return it, as by "
+            "lambda loss, batch: {'loss': loss, 'name': model.name}",
         )
