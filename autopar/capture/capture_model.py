@@ -15,7 +15,7 @@ from autopar.capture.chance import Chance
 from autopar.capture.kept_state import State, refuse_state, same
 from autopar.capture.left_as_found import AsFound, Change, counters
 from autopar.capture.methods_shown import methods_shown
-from autopar.capture.survivors import left_over, only_new, refuse_held
+from autopar.capture.survivors import FAKE, left_over, only_new, refuse_held
 from autopar.capture.unusable_tensors import refuse_unusable
 from autopar.passes.capture.find_repeats import find_repeats, layer_kinds
 from autopar.passes.capture.forward.kept_values import KeptValues
@@ -68,6 +68,7 @@ def capture_model(
             return trace(*call, repeats=repeats, kept=kept)
 
     state = State(as_found, own)
+    failed: CaptureError | None = None
 
     with methods_shown(model), only_new(), unlogged():
         try:
@@ -80,10 +81,16 @@ def capture_model(
             refuse_counters(model, as_found, changed, traced, run)
             as_found.put_back()
             refuse_state(state, run)
+        except CaptureError as error:
+            if FAKE not in error.message:
+                raise
+            failed = error  # one of another run, which somebody keeps
         finally:
             as_found.put_back()
         left = left_over()
     refuse_held(*left)
+    if failed is not None:
+        raise failed
     return traced
 
 

@@ -22,6 +22,7 @@ from autopar.passes.errors import CaptureError
 
 SHAPES = "torch.fx.experimental.symbolic_shapes"
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType)
+FAKE = "fake tensor"  # in errors of torch about one
 STEPS = 5  # from a tensor to who holds it, through containers
 FIX = (
     "let forward keep no tensors between calls: make what stays as it is in __init__, "

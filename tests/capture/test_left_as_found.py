@@ -264,6 +264,25 @@ def test_a_model_that_cannot_be_captured_is_left_as_it_was():
     assert not case.model.kept
 
 
+def test_a_buffer_out_of_reach_that_layers_share_is_refused_by_name():
+    """Of a model that has run once it is there."""
+
+    class Shared(Keeping):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            if self.slim.kept is None:
+                self.slim.kept = torch.empty(2 * VOCAB, dtype=torch.float64)
+            x = self.embed(input_ids).mean(1)
+            y = torch.addmm(self.slim.kept[:VOCAB], x, self.head.weight.T, beta=0)
+            return y.square().mean()
+
+    case = keeping("counting")
+    with pytest.raises(CaptureError, match=r"of the class 'Slim' has kept a tensor"):
+        capture_model(Shared("counting").double(), case.batch)
+    model = Shared("counting").double()
+    model(**case.batch)
+    capture_model(model, case.batch)
+
+
 @pytest.mark.slow
 def test_what_forward_keeps_out_of_reach_is_refused_by_name():
     class Recording(Keeping):
