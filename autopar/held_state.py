@@ -130,8 +130,8 @@ class HeldState:
 
     @property
     def unused(self) -> dict[str, Tensor]:
-        """What of the state dict every rank has whole, on the CPU: persistent buffers,
-        and parameters that no stage computes with."""
+        """The part of the state dict that every rank has whole, on the CPU: persistent
+        buffers, and parameters that no stage computes with."""
         buffers = self.executor.buffers
         return {n: buffers.get(n, x).cpu() for n, x in self._whole.items()}
 
@@ -154,7 +154,7 @@ class HeldState:
                 yield f"{prefix}.{name}" if prefix else name, p
 
     def gathers(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
-        """What gives an optimizer whole parameters, after `gather_for`."""
+        """The object that gives an optimizer whole parameters, after `gather_for`."""
         return self._updates.whole.get(optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,7 +220,7 @@ class HeldState:
         self.executor.set_up()
 
     def training_state(self) -> dict[str, Any]:
-        """What the step goes on from, beside weights: plain values, alike on all ranks.
+        """The state to resume from beside weights: plain values, alike on all ranks.
 
         Dropout follows from seed and count of steps: there is no generator to keep.
         """

@@ -113,7 +113,7 @@ class DataRank:
 
 
 def own_rows(comm: Comm, x: Tensor, axes: tuple[str, ...]) -> OwnRows:
-    """What a rank computes with of x [samples, ...], on its device; the rest stays."""
+    """The rows of x [samples, ...] that a rank computes with, on its device."""
     times = range(comm.state.microbatches if TIME in axes else 1)
     shares = [comm.pieces(len(x), axes, {TIME: i}) for i in times]
     rows = [x.narrow(0, *piece) for share in shares for piece in share]

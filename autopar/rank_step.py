@@ -298,13 +298,13 @@ class RankStep(HeldState):
 
     @property
     def data(self) -> DataRank:
-        """Which part of a global batch this rank loads, for `local=True`."""
+        """The part of a global batch that this rank loads, for `local=True`."""
         return DataRank(self.program.plan, self.comm.rank)
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_ranks` parts of the batch this rank loads with `local=True`;
-        ranks that differ in pp, tp or cp alone load the same."""
+        """The number of this rank's part of `data_ranks` parts of a batch, with
+        `local=True`; ranks that differ in pp, tp or cp alone load the same."""
         return self.data.index
 
     @property
@@ -341,7 +341,7 @@ class RankStep(HeldState):
 
     @property
     def loss_scale(self) -> float:
-        """What the next backward starts with; 1 but for precision="fp16"."""
+        """The factor that the next backward starts with; 1 but for precision="fp16"."""
         held = self.executor.loss_scale
         return held.scale if held else 1.0
 

@@ -101,7 +101,7 @@ CONTEXT_AXES = tuple(name for name, axis in AXES.items() if axis.splits_only_seq
 
 
 def usual_split() -> dict[str, tuple[str, ...]]:
-    """What each axis splits, where a plan decides nothing else; so does time."""
+    """The dims that each axis, and time, splits where a plan decides nothing else."""
     splits = {name: axis.splits for name, axis in AXES.items() if axis.splits}
     return {**splits, TIME: ("batch",)}
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Verified(Protocol):
-    """What a pass makes."""
+    """The result of a pass."""
 
     def verify(self) -> object: ...
 

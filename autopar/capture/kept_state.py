@@ -32,8 +32,8 @@ FIX = (
 
 @dataclass
 class State:
-    """What a capture of forward keeps, beside the model's `own` parameters and buffers.
-    before: how all was, before the first."""
+    """The state that a captured forward keeps, beside the model's `own` parameters and
+    buffers. before: all as it was before the first forward."""
 
     before: AsFound
     own: set[str]

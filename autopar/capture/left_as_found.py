@@ -69,8 +69,8 @@ def refill(container: Any, members: Any) -> None:
 
 @dataclass
 class Container:
-    """What was in one container: a dict's entries, a list's or a set's members. owner:
-    the class of the object whose attributes a dict holds, which may have defaults."""
+    """The former members of a dict, a list or a set. owner: the class of the object
+    whose attributes a dict holds, which may have defaults."""
 
     where: str
     container: Any

@@ -120,7 +120,7 @@ class Names:
 
 
 def _named_in(file: ModuleType, code: CodeType) -> list[Any]:
-    """What code names of a file of the user's, as `conf.scale`."""
+    """The values that code names of a user's file, as `conf.scale`."""
     held = vars(file) if is_users_file(file) else {}
     named = (held[name] for name in code.co_names if name in held)
     return [thing for thing in named if is_users(thing)]

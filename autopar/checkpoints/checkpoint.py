@@ -189,7 +189,7 @@ def save_in_memory(memory: Memory, step: HeldState, optimizer: Optimizer) -> Non
 
 
 def _state_of(step: HeldState, optimizer: Optimizer | None, extra: Any) -> State:
-    """What this rank writes; all ranks must call it."""
+    """The state that this rank writes; all ranks must call it."""
     comm, state = step.comm, model_pieces(step)
     plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
     if step.has_ema:

@@ -162,7 +162,7 @@ def read_alone(store: Source, state: State, rank: int = 0) -> dict[Key, Any]:
 
 
 def read_metadata(store: Source) -> Metadata:
-    """What the checkpoint holds: planner_data has the key of each name."""
+    """Reads the checkpoint's metadata: planner_data has the key of each name."""
     return _reader(store).read_metadata()
 
 

@@ -76,7 +76,7 @@ dtype."""
 
 
 def _stored(folder: Path, aliases: Mapping[str, str], averages: bool) -> Stored:
-    """What a checkpoint has of the model. Raises: CheckpointError."""
+    """The part of a checkpoint that is of the model. Raises: CheckpointError."""
     held = held_by(folder)
     averaged = {str(key[1]) for key in held if key[0] == "ema"} if averages else set()
     if averages and not averaged:

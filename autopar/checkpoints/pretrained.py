@@ -248,7 +248,7 @@ def _nearest(
     shapes: Mapping[str, tuple[int, ...]],
     files: Pretrained,
 ) -> list[str]:
-    """Which tensors of the files missing ones may be, by shape and name."""
+    """The tensors of the files most like the missing ones, by shape and name."""
     near = []
     for name in missing:
         same = [n for n in extra if files.tensors[n][1] == tuple(shapes[name])]

@@ -108,7 +108,7 @@ def _index(files: Mapping[str, Mapping[str, TensorKind]]) -> str:
 
 
 def configs_of(model: nn.Module) -> tuple[Any, ...]:
-    """What Hugging Face's model keeps beside its weights; nothing for other models."""
+    """The configurations of a Hugging Face model; none of other models."""
     configs = []
     for name in ("config", "generation_config"):
         own: Any = getattr(model, name, None)

@@ -87,7 +87,7 @@ def config_text(
 
 
 def helps_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What --help says of each option, the default included."""
+    """The help of each option, with its default."""
     told = {}
     for _, actions in _groups(parser):
         for action in actions:

@@ -50,7 +50,7 @@ def resolve_backend(
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What Inductor needs to compile for a device and is not installed; "" if nothing.
+    """The compiler that Inductor lacks for a device; "" if it lacks none.
 
     For a CPU a C++ compiler, the one that CXX names or g++; for a GPU triton.
     """

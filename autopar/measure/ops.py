@@ -44,7 +44,7 @@ SCALE = 0.02  # of random weights, as GPTs are initialised
 
 @dataclass(frozen=True)
 class Kind:
-    """What is measured of a statement: its signature, and its size by the count."""
+    """The key of a statement to measure: its signature, and its size by the count."""
 
     signature: str
     bytes: int

@@ -88,8 +88,7 @@ def alone_stage(node: Node, flows: Collection[str] | None = None) -> LocalStage 
 
 
 def measure(name: str, local: LocalStage) -> Mapping[str, Timed]:
-    """What a stage's ops take; nothing for what does not run on weights and numbers
-    drawn at random."""
+    """Measures a stage's ops; {} if it does not run on drawn weights and numbers."""
     try:
         return run_job(make_job(name, local), default_device(), REPEATS, OF_ONE).timed
     except (*REFUSALS, CaptureError) as error:

@@ -110,7 +110,7 @@ def load_model(spec: str, *, seed: int = 0, device: str | None = None) -> Loaded
 
 
 def _kind(made: Any) -> str:
-    """What a factory returned, in words."""
+    """Describes the result of a factory."""
     if isinstance(made, tuple):
         return f"({', '.join(type(x).__name__ for x in made)})"
     return f"the class {made.__name__}" if isinstance(made, type) else repr(type(made))

@@ -222,7 +222,7 @@ def make_prices(
     def slope(
         mesh: Mesh, how: tuple[str, bool], microbatches: int, shares: bool, context: str
     ) -> LayerPrices:
-        """What twice the samples of a microbatch cost more."""
+        """The added cost of twice the samples in a microbatch."""
         one = at(mesh, how, microbatches, shares, context)
         two = at(mesh, how, microbatches // 2, shares, context)
         return two.combine(one, lambda x, y: x - y)
@@ -303,8 +303,8 @@ def find_plans(
 def make_space(
     of: ShortModel, cluster: Cluster, global_batch: int, **decided: Any
 ) -> Space:
-    """What the search for a model chooses from: axes as they divide its dims. decided:
-    fields of the space."""
+    """The space of a model's search: axes as they divide its dims. decided: fields of
+    the space."""
     groups = find_groups(of.named)
     fields = {
         "sizes": {

@@ -191,7 +191,7 @@ def _measure_update(device: torch.device) -> tuple[Point, ...]:
 
 
 def bytes_of(local: LocalStage) -> int:
-    """What running a stage takes, parameters and gradients included."""
+    """Bytes for running a stage, parameters and gradients included."""
     held = sum(v.bytes for v in (*local.params, *local.grads.values()))
     sizes = footprint(local)
     return held + sizes.residuals + max(sizes.forward_peak, sizes.backward_peak)

@@ -98,8 +98,8 @@ def update_errors(ours: StepResult, want: Update | None) -> dict[str, float]:
 def update_allowance(
     moved: Mapping[str, float], exact: StepResult, update: Update | None
 ) -> dict[str, float]:
-    """What errors of an update may be, where gradients may be moved: AdamW's first step
-    is of RATE g / (|g| + eps), so at most RATE / eps times as far."""
+    """The errors that an update may have, where gradients may be moved: AdamW's first
+    step is of RATE g / (|g| + eps), so at most RATE / eps times as far."""
     if update is None:
         return {}
     allowed = {CLIPPING: moved[NORM]}

@@ -188,7 +188,7 @@ def _seen(example: Tensor | None) -> int:
 
 
 def _keep(shape: tuple[int, ...], example: Tensor | None) -> Tensor:
-    """What integers of an unknown meaning are: positions, or as in the example."""
+    """Draws integers of an unknown meaning: positions, or as in the example."""
     if example is not None and tuple(example.shape) == shape:
         return example.detach().cpu().clone()
     return torch.arange(shape[-1] if shape else 1).expand(shape or (1,)).reshape(shape)

@@ -42,7 +42,8 @@ UNKNOWN = "Cannot copy out of meta tensor", "on tensor on meta", "meta tensors"
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank says when it enters a collective; None: how long an open dim is."""
+    """A collective as a rank announces it. shape: None for the length of an open
+    dim."""
 
     function: str
     kind: str

@@ -48,7 +48,7 @@ class Verification:
     untold: str = ""
 
     def limits(self, name: str) -> tuple[float, float]:
-        """What an error and a distance from the model's own precision may be."""
+        """The limits of an error and of a distance from the model's own precision."""
         known = self.reference_away.get(name, 0.0)
         return max(self.tolerance, APART * known), max(self.tolerance, AWAY * known)
 

@@ -105,7 +105,7 @@ def stages_table(record: PlanRecord) -> Table:
 
 
 def model_table(record: PlanRecord) -> Table:
-    """What the costs are made of, in numbers."""
+    """Shows the numbers that costs are made of."""
     best = record.best[0]
     residuals = sum(stage.footprint.residuals for stage in best.stages)
     rows: list[tuple[str, str]] = [

@@ -22,8 +22,8 @@ CONFIRMED = 512
 def precision_notes(
     of: ShortModel, cluster: Cluster, narrow: Estimate | None = None
 ) -> tuple[str, ...]:
-    """What products compute in, or that half the bits would be faster. narrow: what the
-    best plan takes with "bf16-stream"."""
+    """Notes the dtype of products, or that half the bits would be faster. narrow: the
+    best plan's estimate with "bf16-stream"."""
     tf32 = of.options.get("tf32", False)
     told = ("tf32",) if tf32 else ()
     chosen = of.options.get("precision")

@@ -260,8 +260,8 @@ class Training:
 
 
 def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:
-    """Who is told, on rank 0; nobody on others. Raises AutoparError on all ranks for a
-    log that cannot be written."""
+    """The writers of a run's reports on rank 0; none on others. Raises AutoparError on
+    all ranks for a log that cannot be written."""
     writers: list[Writer] = [Progress(options, done)]
     if options.log_file is not None:
         log = Log(options.log_file, options.log_every, options.steps, Clock(done))

@@ -47,9 +47,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run was made from, as its checkpoints keep it. inputs: fields of a batch,
-    with their shapes [batch, seq] and dtypes. vocab: ids that the model has. tokenizer:
-    "" for bytes. folder: that the run was started in."""
+    """The origin of a run, as its checkpoints keep it. inputs: fields of a batch, with
+    their shapes [batch, seq] and dtypes. vocab: ids that the model has. tokenizer: ""
+    for bytes. folder: that the run was started in."""
 
     model: str
     seed: int

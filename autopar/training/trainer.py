@@ -63,7 +63,7 @@ INSTEAD = {
 
 
 class Compiled(nn.Module):
-    """What a Trainer takes for the model: without parameters, as a step has them."""
+    """Stands for the model in a Trainer: without parameters, as a step has them."""
 
     accepts_loss_kwargs = False  # of all tokens of a batch, a step counts them itself
 

@@ -203,8 +203,8 @@ def _capture(
     precision: Lowering,
     limits: Mapping[str, int] | None = None,
 ) -> Traced:
-    """What the model computes, without writes in place. limits: how many rows there
-    are at most, see `ChosenRows`."""
+    """Captures what the model computes, without writes in place. limits: the most rows
+    there can be, see `ChosenRows`."""
     model = wrapper.model
     device = device_of(model)
     while True:
@@ -263,7 +263,7 @@ def _capture_repeats(
     precision: Lowering,
     repeats: Repeats,
 ) -> Traced | None:
-    """What `_capture` gives, from a capture of few layers; None if it cannot be had."""
+    """Does what `_capture` does from a capture of few layers; None if that fails."""
     model = wrapper.model
 
     def capture() -> Traced:

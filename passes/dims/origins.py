@@ -17,7 +17,7 @@ from ..ops.random import CHANCE
 
 
 class Origin(enum.Flag):
-    """What a value depends on; on nothing, if it is a constant."""
+    """The sources that a value depends on; none, if it is a constant."""
 
     CONSTANT = 0  # also buffers and literals
     INPUT = enum.auto()

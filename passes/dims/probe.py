@@ -131,7 +131,7 @@ def _on_shard(
     parts: Mapping[str, Part],
     start: int | None = None,
 ) -> tuple[Results, Results] | None:
-    """What the op makes of a shard, and that shard of the whole; None if it refuses."""
+    """The op's results on a shard, and that shard of the whole; None if it refuses."""
     extents = letter_extents(node, rule)
     wanted = tuple(
         None if x is None else take(x, letters, extents, parts)
@@ -258,8 +258,8 @@ def _is_function(node: Node) -> bool:
 
 
 def _candidates(node: Node) -> Iterator[tuple[int | None, ...]]:
-    """Which dim of each tensor a letter may be: for each dim of the result, the choices
-    that cover most tensors first. None: the tensor does not have the letter."""
+    """The dims of each tensor that a letter may be: for each dim of the result, the
+    choices that cover most tensors first. None: the tensor does not have the letter."""
     tensors = [*node.operands, *node.outs]
     result = node.results[0]
     rank = len(result.shape)

@@ -82,7 +82,7 @@ class Keys:
         return {name: f"{stem}.{n}" for name, n in zip(names, numbers, strict=True)}
 
     def stem(self, value: str) -> str:
-        """What keys begin with that differ in the number of a layer."""
+        """The common begin of keys that differ in the number of a layer."""
         stem = self.unused(value, self.stems)
         self.stems.add(stem)
         return stem

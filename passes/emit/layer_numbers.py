@@ -19,8 +19,8 @@ def range_text(first: int, last: int, step: int = 1) -> str:
 
 
 def loop_text(numbers: Collection[int]) -> str:
-    """What follows `for` in a comprehension over some numbers, which is as long however
-    many layers take turns: `i in range(32) if i % 4 != 3`."""
+    """The text after `for` in a comprehension over numbers, whose length does not grow
+    with the layers that alternate: `i in range(32) if i % 4 != 3`."""
     own = sorted(numbers)
     first, last = own[0], own[-1]
     runs = _even(own)

@@ -81,7 +81,7 @@ class Loop:
         return {v.name: v for v in reads if v.name not in own}
 
     def nodes(self, o: int) -> list[Node]:
-        """What a node of the body is in the iterations that run it."""
+        """The nodes that a node of the body stands for, by iteration."""
         return [node for row in self.rows if (node := row[o]) is not None]
 
     def times(self, o: int) -> tuple[int, ...]:

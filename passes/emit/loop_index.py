@@ -77,8 +77,8 @@ class Index:
         return f"{{{', '.join(f'{key}: {text}' for key, text in pairs)}}}[i]"
 
     def turns(self, texts: Sequence[str], times: Sequence[int]) -> list[str]:
-        """What takes turns in iterations one after the other, as i % len says; [] if
-        nothing does so, twice at least."""
+        """The texts that alternate over iterations, as i % len says; [] unless they
+        repeat, twice at least."""
         count = len(texts)
         neighbours = abs(self.step) == 1 and times[-1] - times[0] == count - 1
         for n in range(2, count // 2 + 1) if neighbours else ():

@@ -202,8 +202,8 @@ class _Body:
         return Node(nodes[0].op, args, kwargs, outs, where)
 
     def value(self, times: tuple[int, ...], column: Sequence[Value]) -> Value:
-        """What stands for an operand in the body. times: the iterations that read it.
-        Raises _Unfit."""
+        """The body's value for an operand. times: the iterations that read it. Raises
+        _Unfit."""
         ways = [self.way(v, t) for t, v in zip(times, column, strict=True)]
         some = {*ways}
         if times[0] == 0 and ways[0] is None:

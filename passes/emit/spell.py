@@ -47,7 +47,7 @@ def spell(
 
 
 def targets(node: Node, name: Names) -> str:
-    """What a call's results are assigned to; "" if it has none."""
+    """The targets that a call's results are assigned to; "" if it has none."""
     if not node.outs:
         return ""
     outs = ["_" if v is None else name(v) for v in node.outs]

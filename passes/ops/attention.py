@@ -116,7 +116,7 @@ def on_rank(at: Place, node: Node, local: Node) -> Node:
 
 
 def on_ring(node: Node, local: Node, axis: str, ranks: int) -> Node:
-    """What a rank runs where keys are passed round on an axis."""
+    """The node that a rank runs where an axis passes keys round."""
     rows, keys = ((node.arg(name).shape[2], (axis,)) for name in ("q", "k"))
     return replace(
         local, op=ATTENTION, args=(*local.args, (rows,), (keys,), axis, ranks)

@@ -121,7 +121,7 @@ class Cotangents:
         return out
 
     def _real(self, dy: Value, like: Value, node: Node) -> Value:
-        """What a real value gets of a complex cotangent."""
+        """The part of a complex cotangent that a real value gets."""
         if not dy.dtype.is_complex or like.dtype.is_complex:
             return dy
         out = self.builder.value(_named(like.name), dy.shape, dy.dtype.to_real())

@@ -73,7 +73,7 @@ class Unite(Protocol):
         """A whole is the sum of parts, each with its extent."""
 
     def index(self, index: Value, x: Value, dim: int) -> None:
-        """What an index counts, or chooses, is along a value's dim."""
+        """Unites what an index counts, or chooses, with a value's dim."""
 
     def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
         """A whole is a part and a constant."""
@@ -93,10 +93,11 @@ class Small(Protocol):
         """A number that choices are compared with: as far from the last as it was."""
 
     def leading(self, name: str, dim: int, n: int) -> int:
-        """What becomes of the first factors of a value's dim, whose product is n."""
+        """The small size of the first factors of a value's dim, whose product is n."""
 
     def trailing(self, name: str, dim: int, n: int) -> int | None:
-        """What becomes of the last factors of a value's dim, if their product is n."""
+        """The small size of the last factors of a value's dim, if n is their
+        product."""
 
 
 @dataclass(frozen=True)

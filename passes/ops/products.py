@@ -17,7 +17,7 @@ from ..ops.op import Autocast, Op, OutCotangents
 
 
 def letters_of_einsum(node: Node) -> str | None:
-    """What it says itself, if no operand has a letter twice."""
+    """The rule in an einsum's own letters, if no operand has a letter twice."""
     left, arrow, right = (
         node.arg("equation").replace(" ", "").replace("...", ".").partition("->")
     )

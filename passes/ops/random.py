@@ -69,7 +69,7 @@ def awaits_number(node: Node) -> bool:
 
 
 def draw_of(name: str, bound: Mapping[str, Any]) -> Draw | None:
-    """What an op draws that is called with such arguments; None if that is not known.
+    """The draw of an op with such arguments; None if it is not known.
 
     name: `aten.rand_like`. bound: its arguments by name, torch's defaults among them.
     """

@@ -62,8 +62,8 @@ class Alive(Amounts):
 
 @dataclass(frozen=True)
 class Kernels(Amounts):
-    """What some nodes take, in parts that a device gives seconds, see `PartCost`.
-    seconds: of those that were measured."""
+    """Costs of some nodes, in parts that a device gives seconds, see `PartCost`.
+    seconds: of nodes that were measured."""
 
     launches: float = 0.0
     moved: float = 0.0
@@ -198,7 +198,7 @@ class Account(Amounts):
 
     @property
     def footprint(self) -> Footprint:
-        """What it keeps in memory, in whole bytes."""
+        """The memory of a stage's rank, in whole bytes."""
         return Footprint(
             residuals=round(self.residuals),
             forward_peak=round(self.forward.alive.whole),

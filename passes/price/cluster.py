@@ -180,14 +180,14 @@ class Cluster:
             )
 
     def contention(self, mesh: Mesh) -> CoreContention:
-        """Who shares the cores with whom, for the ranks of a mesh."""
+        """The contention for cores among the ranks of a mesh."""
         if not self.cores:
             return ALONE
         return CoreContention(self.cores, mesh.size // mesh.pipeline_ranks)
 
     @cached_property
     def link(self) -> Callable[[Mesh, tuple[str, ...]], Link]:
-        """What a group of ranks along some axes of a mesh has to talk over."""
+        """The link that a group of ranks along some axes of a mesh has."""
         return cache(self._between)
 
     def _between(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:

@@ -84,7 +84,7 @@ def _backward(local: LocalStage) -> list[tuple[Sequence[Node], Sequence[Value]]]
 def compute_part(
     nodes: Sequence[Node], device: Device, live_out: Collection[str] = ()
 ) -> PartCost:
-    """What some nodes of a rank compute and move. live_out: values that live on."""
+    """The costs of some nodes of a rank. live_out: values that live on."""
     known = dict.fromkeys(SOURCES, 0.0)
     work = attention = 0.0
     launches = bytes_moved = operations = 0

@@ -115,7 +115,7 @@ class LayerPrices:
 
     @cached_property
     def tied(self) -> Held:
-        """What weights take that both ends of the model use, on each end's stage."""
+        """Memory of weights that both ends of the model use, on each end's stage."""
         twice, once = sum((p.held for p in self.parts), Held()), self.whole.held
         return Held(
             max(0.0, twice.parameters - once.parameters),

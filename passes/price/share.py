@@ -156,7 +156,7 @@ class _Shares:
         return parts.values()
 
     def casts_less(self, device: Device) -> PartCost:
-        """What casts of shares take less than those of whole parameters: as many are
+        """The savings of casting shards, not whole parameters: as many kernels are
         launched."""
         whole = self.account.held.cast
         less = self.account.casts * (self.held.cast / whole - 1 if whole else 0.0)

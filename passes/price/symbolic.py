@@ -186,7 +186,7 @@ def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -
 
 
 def _residuals(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
-    """What a layer keeps, and bytes of an element. Views are what they are made of."""
+    """The residuals of a layer, and bytes of an element. Views are their bases."""
     named = short.named
     nodes = [n for n in named.graph.nodes if _run(short, n.location.module) == 1]
     entering = live_in(nodes)
@@ -233,7 +233,7 @@ def _whole(short: ShortModel, of: Callable[[int | None], Expr]) -> Expr:
 
 
 def _run(short: ShortModel, path: str) -> int | None:
-    """Which of the short model's layers a module or parameter is in; None: outside."""
+    """The number of the layer of the short model that a module is in; None: outside."""
     layers = short.starts[0].rpartition(".")[0]
     if (number := number_in(layers, path)) is None:
         return None

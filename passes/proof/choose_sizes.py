@@ -87,7 +87,7 @@ def choose_sizes(
 
 
 class Candidates:
-    """What a size may become."""
+    """The small sizes that an extent may have."""
 
     def __init__(
         self, extent: Extent, large: Mapping[str, int], small: Mapping[str, int]

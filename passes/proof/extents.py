@@ -63,7 +63,7 @@ class Sum(Generic[T]):
         return {n for product in (self.whole, *self.parts) for n in product}
 
     def rest(self, sizes: Mapping[T, int]) -> int:
-        """What the whole is more than its parts: 0 where it is their sum."""
+        """The whole minus its parts: 0 where it is their sum."""
 
         def times(product: tuple[T, ...]) -> int:
             return prod(sizes[n] for n in product)

@@ -320,7 +320,7 @@ class _Search:
             self.sums.append((whole, rest, ones))
 
     def index(self, index: Value, x: Value, dim: int) -> None:
-        """What an index counts, or chooses, is along a value's dim."""
+        """Unites what an index counts, or chooses, with a value's dim."""
         rows = self.tensors[x.name][dim]
         if self.computed.get(index.name) is False:
             for own, n in zip(self.tensors[index.name], index.shape, strict=True):

@@ -128,7 +128,7 @@ class Shrinker:
         return n + self.shape(along[0].name)[along[1]] - along[0].shape[along[1]]
 
     def leading(self, name: str, dim: int, n: int) -> int:
-        """What becomes of the first factors of a value's dim, whose product is n."""
+        """The small size of the first factors of a value's dim, whose product is n."""
         large = small = 1
         for factor in self.extents.factors[name][dim]:
             if large < n:
@@ -136,7 +136,7 @@ class Shrinker:
         return small
 
     def trailing(self, name: str, dim: int, n: int) -> int | None:
-        """What becomes of the last factors of a value's dim, if their product is n."""
+        """The small size of a dim's last factors, if n is their product."""
         large = small = 1
         for factor in reversed(self.extents.factors[name][dim]):
             if large < n:

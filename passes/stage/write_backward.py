@@ -224,5 +224,5 @@ def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
 
 
 def _target(node: Node) -> str:
-    """What an in-place node writes to: its first operand."""
+    """The name that an in-place node writes to: its first operand's."""
     return node.operands[0].name

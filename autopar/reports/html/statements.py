@@ -280,7 +280,7 @@ def _op(call: ast.Call) -> str:
 
 
 def _kind(call: ast.Call) -> str:
-    """What a call moves over axes of the mesh; "" for nothing."""
+    """The kind of data that a call moves over axes of the mesh; "" for none."""
     if not (isinstance(call.func, ast.Attribute) and len(call.args) > 1):
         return ""
     if ast.unparse(call.func.value) != "c":

@@ -77,7 +77,7 @@ def _actions(run: StepRun, templates: dict[tuple[Any, ...], int]) -> list[list[i
 def _changes(
     points: Sequence[tuple[float, float]], levels: dict[int, int]
 ) -> list[int]:
-    """What lasts for no time is left out, but for the peak."""
+    """(time since the last, level) of changes that last, and of the peak."""
     peak, (end, _) = max(amount for _, amount in points), points[-1]
     row: list[int] = []
     last, level = 0, -1
@@ -150,7 +150,7 @@ def critical_path(run: StepRun) -> Iterator[list[Any]]:
 
 
 def _end_work(run: StepRun, after: bool) -> Iterator[list[Any]]:
-    """What the rank that takes longest does before or after all microbatches."""
+    """Yields the work of the slowest rank before or after all microbatches."""
     own: dict[int, list[Event]] = {}
     end = run.start + run.timeline.total
     for e in run.events:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank; what goes wrong there is raised by all.
+    """Returns what `make` returns on rank 0, or raises its error, on all ranks.
 
     Without other processes it is made here. The result is pickled on its way.
     """

@@ -196,7 +196,7 @@ class Replicas:
         )
 
     def _shared(self, rank: int) -> list[Place]:
-        """What a rank has in common with others."""
+        """The places of a rank that other ranks share."""
         held = held_by(self._program, rank)
         return [place for place in held if place[0] in self._several]
 

@@ -42,7 +42,8 @@ class Comm(Routing, ABC):
             self.state.on_ready(gradients)
 
     def loss_scale(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What a backward starts with, and gradients are multiples of until its end."""
+        """The factor that a backward starts with, and its gradients have until its
+        end."""
         return torch.full(
             tuple(shape), self.state.scale, dtype=dtype, device=self.device
         )

@@ -71,7 +71,7 @@ class LocalOps(Placement):
         return replay.take(x, own, rows, (number, self.rank, self.state.microbatch))
 
     def positions(self, factors: tuple[tuple[int, tuple[str, ...]], ...]) -> Tensor:
-        """Which rows of a dim are mine: int64. factors: (global extent, axes)."""
+        """The rows of a dim that are mine: int64. factors: (global extent, axes)."""
         rows = torch.zeros(1, dtype=torch.int64, device=self.device)
         for n, axes in factors:
             mine = kernels.positions(self.pieces(n, axes), self.device)

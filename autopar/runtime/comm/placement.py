@@ -41,8 +41,8 @@ class Placement:
         return self.ranks(axes).index(self.rank)
 
     def layout(self, n: int, axis: Axes) -> tuple[Pieces, ...]:
-        """What of n rows each rank of the axis holds; each microbatch, on "time". Of
-        several axes, outermost first: each of their ranks."""
+        """The pieces of n rows on each rank of an axis; of each microbatch, on "time".
+        Several axes, outermost first: on each of their ranks."""
         if not isinstance(axis, str):
             coords = (self.mesh.coords(rank) for rank in self.ranks(axis))
             return tuple(self.pieces(n, axis, one) for one in coords)

@@ -179,5 +179,5 @@ def _stacked(shards: list[Tensor]) -> list[Tensor]:
 
 
 def _exchanged(rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """What each rank gets, where each brings parts for all."""
+    """The parts for each rank, where each brings parts for all."""
     return [torch.cat(parts) for parts in zip(*rows, strict=True)]

@@ -108,7 +108,7 @@ class Message(Work):
         return self.x
 
     def carries(self) -> tuple[Any, ...]:
-        """What must be the same at both ends."""
+        """The fields that must be equal at both ends."""
         return self.tag, self.x.dtype, self.x.shape
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Message(Work):
 
 
 class World:
-    """What the ranks of a virtual mesh share."""
+    """The shared state of a virtual mesh's ranks."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

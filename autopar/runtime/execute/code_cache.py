@@ -233,7 +233,7 @@ def _writable(directory: Path | None) -> Path:
 
 
 def _key(source: str, signature: Signature, device: torch.device) -> str:
-    """What compiled code depends on, beside versions."""
+    """The key of compiled code, beside versions."""
     config = import_module("torch._inductor.config")
     made_of = (source, signature, _own_code(), _processor(device), config.get_hash())
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]

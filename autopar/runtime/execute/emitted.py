@@ -21,7 +21,7 @@ class InspectionError(AutoparError):
 
 
 def sends_of(text: str) -> Messages:
-    """What a module declares that it hands to the next stage, for one microbatch."""
+    """The messages to the next stage that a module declares, for one microbatch."""
     _, declared, rest = text.partition("\nSENDS = ")
     assert declared, "an emitted module declares what it sends"
     table = rest.partition("\nD_SENDS = ")[0]  # a whole module takes long to parse

@@ -102,7 +102,7 @@ def attention_backward(
 
 
 def in_window(rows: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Which of the keys at some positions [T] the rows at others [S] see, of the last
+    """Whether the rows at some positions [S] see keys at others [T], of the last
     `window` up to their own: bool [S,T]."""
     apart = rows[:, None] - keys
     return (apart >= 0).logical_and_(apart < window)

@@ -82,8 +82,8 @@ def torchrun_for(ranks: int, most: int | None = None) -> str:
 
 
 def straddling(mesh: Mesh, node: int) -> str | None:
-    """What to tell of a mesh whose tensor parallel groups leave nodes of so many ranks;
-    None where they stay inside."""
+    """A warning about tensor parallel groups that leave a node of `node` ranks; None if
+    they stay inside."""
     axes = tuple(axis for axis in TENSOR_AXES if mesh.axis_size(axis) > 1)
     over = nodes(mesh, axes, node) if axes and node < mesh.size else None
     if over is None:

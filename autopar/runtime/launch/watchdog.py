@@ -222,7 +222,7 @@ class Watchdog:
             self.store.append(LEFT, f"{self.rank} ")
 
     def left(self) -> str | None:
-        """Which ranks have ended, if any did."""
+        """Names the ranks that have ended, if any did."""
         with suppress(RuntimeError):
             if ranks := self._listed(LEFT):
                 self._ended = (
@@ -258,7 +258,7 @@ class Watchdog:
     # --- the store -----------------------------------------------------------------
 
     def _said(self) -> str | None:
-        """What was said first, without waiting for it."""
+        """The first message, if there is one by now."""
         return self.store.get(FAILURE).decode() if self.store.check([FAILURE]) else None
 
     def _beats(self, ranks: Iterable[int]) -> dict[int, int]:

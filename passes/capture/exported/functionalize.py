@@ -146,7 +146,7 @@ def _refuse_chance(node: Node) -> None:
 
 
 class _Memory:
-    """Which values are the same tensor, and which share memory."""
+    """Knows which values are the same tensor, and which share memory."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Memory:
             self.last_read[v.name] = len(graph.nodes)
 
     def now(self, v: Value) -> Value:
-        """What the tensor holds now, taken anew if a write through another name made
+        """The tensor's present value, taken anew if a write through another name made
         it stale."""
         first = self._first(v.name)
         writes = self.writes.get(self._root(first), 0)

@@ -58,7 +58,7 @@ class Call:
 
 
 class _Context(FunctionCtx):
-    """What forward leaves to backward, without autograd."""
+    """A Function's context without autograd, which forward leaves to backward."""
 
     to_save: tuple[Any, ...] = ()
 

@@ -120,7 +120,7 @@ class KnownValues:
             self.made[id(result)] = _Made(result, result._version, make, names)
 
     def read(self, func: Any, x: Any) -> Any:
-        """What a call that reads a number gives; None where it is not known."""
+        """The result of a call that reads a number; None where it is unknown."""
         made = self.made.get(id(x)) if func in READS else None
         if made is None or made.version != x._version:
             return None

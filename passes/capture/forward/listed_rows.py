@@ -23,8 +23,8 @@ INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class ListedRows:
-    """What `tolist` gives of rows, int64 [n], of which a program alone knows how many
-    there are. Whatever else Python does with a list raises CaptureError."""
+    """The list that `tolist` returns of rows, int64 [n], where n is unknown before a
+    program runs. Whatever else Python does with a list raises CaptureError."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows

@@ -100,7 +100,7 @@ def note_outside(names: dict[int, str], func: Any, args: Any, result: Any) -> No
 
 
 def _unwrapped(x: Tensor) -> Tensor:
-    """What a transform of torch.func, as vmap, has wrapped while it is at work."""
+    """The tensor that a transform of torch.func, as vmap, has wrapped."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x

@@ -76,8 +76,8 @@ class OwnCollectives(TorchFunctionMode):
 
 
 def collective(target: torch._ops.OpOverload, args: Any, source: str) -> Any:
-    """What an operator of torch's collectives gives in a group of one rank. Raises:
-    CaptureError for a group of more."""
+    """The result of an operator of torch's collectives in a group of one rank. Raises:
+    CaptureError for a larger group."""
     name = name_of(target)
     if name == "wait_tensor":
         return args[0]

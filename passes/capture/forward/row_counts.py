@@ -39,7 +39,7 @@ class Equality(torch.SymBool):
 
 
 class RowTotal(torch.SymInt):
-    """What numbers of rows add up to, also with others: it may be checked."""
+    """A sum of numbers of rows, also with other numbers: it may be checked."""
 
     def __init__(self, guards: Guards, unknown: torch.SymInt) -> None:
         super().__init__(unknown.node)

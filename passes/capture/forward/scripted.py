@@ -38,7 +38,7 @@ def scripts_as_python() -> Iterator[None]:
 
 
 def _made_of(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes as a function of TorchScript does, and shows its derivative."""
+    """A function that computes as a scripted one does, and shows its derivative."""
     python = getattr(function, "_torchdynamo_inline", None)
     if python is not None and _graph_now(python) == str(function.inlined_graph):
         return python

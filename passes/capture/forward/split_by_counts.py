@@ -35,7 +35,7 @@ JOINS = (torch.cat, torch.concat, torch.concatenate)
 
 @dataclass(frozen=True)
 class Counts:
-    """What `tolist` gave of a tensor, as symbols. written: how often that was, then."""
+    """The symbols that `tolist` returned of a tensor, after `written` writes."""
 
     of: Tensor
     symbols: tuple[Any, ...]
@@ -177,7 +177,7 @@ class Pieces:
 
 
 def _rows(x: Any) -> Any:
-    """What stands for how many rows a tensor has, if that is not known."""
+    """The symbol for a tensor's number of rows, if that is unknown."""
     n = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
     return n.node.expr if isinstance(n, torch.SymInt) else None
 

@@ -110,13 +110,13 @@ def _order(rewriter: Rewriter, node: Node, rows: int) -> tuple[Value, int] | Non
 
 
 def _window(rewriter: Rewriter, places: list[Value]) -> int | None:
-    """What masks of places show together, see `causal_window`."""
+    """The causal window that masks of places show together, see `causal_window`."""
     mask = _both(rewriter, places)
     return None if mask is None else causal_window(rewriter, mask)
 
 
 def _both(rewriter: Rewriter, masks: list[Value]) -> Value | None:
-    """What all of some masks show; None if there are none."""
+    """The conjunction of masks; None if there are none."""
 
     def both(one: Value, other: Value) -> Value:
         return rewriter.emit("aten.__and__.Tensor", one, other)
@@ -155,7 +155,7 @@ def _compared(rewriter: Rewriter, row: Value, column: Value, rows: int) -> Value
 
 
 def _line(rewriter: Rewriter, x: Value, rows: int) -> Value | None:
-    """What x [..., rows, 1] or [..., 1, rows] is a view of: [batch or 1, rows]."""
+    """The [batch or 1, rows] that x [..., rows, 1] or [..., 1, rows] is a view of."""
     while len(x.shape) > 2 or x.shape[-1] != rows:
         node = rewriter.made.get(x.name)
         if node is None or node.name not in VIEWS:

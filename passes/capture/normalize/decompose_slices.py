@@ -122,7 +122,7 @@ def spread(rewriter: Rewriter, x: Value) -> Value:
 
 
 def copy(rewriter: Rewriter, node: Node) -> Value:
-    """What is copied over a tensor takes its place, in its shape and precision."""
+    """copy -> the source, in the shape and precision of the tensor overwritten."""
     x, out = node.operands[1], node.out
     if x.dtype != out.dtype:
         x = rewriter.emit("aten.to.dtype", x, out.dtype)

@@ -37,8 +37,8 @@ def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
 
 
 def _before_repeat(rewriter: Rewriter, x: Value, dim: int) -> Value | None:
-    """What x was before each entry along a dim was repeated, all copies in a row; moved
-    and cast as x is since then. None, where it was not."""
+    """x before each entry along a dim was repeated, all copies in a row, with later
+    views and casts of x; None if it was not repeated."""
     if (merged := rewriter.producer(x, "aten.reshape")) is not None:
         return _before_expand(rewriter, merged, dim)
     node = rewriter.producer(x, "aten.transpose", "aten.to")

@@ -235,7 +235,7 @@ def dropout(rewriter: Rewriter, node: Node) -> Value:
 
 
 def draw(rewriter: Rewriter, node: Node) -> Value | None:
-    """What draws numbers: ours, which do not depend on the plan, and plain steps."""
+    """Random ops -> our draws, which do not depend on the plan, and plain steps."""
     drawn = draw_of(node.name, arguments(node))
     if drawn is None:
         return None

@@ -19,7 +19,7 @@ from ..normalize.grouped_queries import without_copies
 
 @dataclass(frozen=True)
 class Shown:
-    """Which columns the rows of attention see: those of a mask, and none behind their
+    """The columns that rows of attention see: those of a mask, and none behind their
     own if it is causal. known: more arguments of the op, in place of a mask."""
 
     mask: Value | None
@@ -54,7 +54,7 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
 
 
 def _shown_by(rewriter: Rewriter, mask: Value, fused: bool) -> Shown:
-    """What a mask shows, in the fewest words. fused: of the op, which takes windows and
+    """The shortest form of a mask. fused: for the op, which takes windows and
     documents; decomposed, attention takes masks and the flag alone."""
     window = causal_window(rewriter, mask)
     if window == mask.shape[-1]:
@@ -73,7 +73,7 @@ def _shown_by(rewriter: Rewriter, mask: Value, fused: bool) -> Shown:
 def _by_columns(
     rewriter: Rewriter, mask: Value, columns: Columns, fused: bool
 ) -> Shown:
-    """What a mask shows whose columns are told apart by documents and padding."""
+    """The form of a mask whose columns differ by documents and padding."""
     width = mask.shape[-1]
 
     def by_sample(x: Value) -> Value:

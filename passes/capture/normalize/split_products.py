@@ -75,7 +75,7 @@ def split_products(rewriter: Rewriter) -> Graph:
 
 
 def find_cuts(graph: Graph) -> Iterator[Cut]:
-    """What is cut into pieces, and nothing else, as soon as a product made it."""
+    """Finds the products whose results are only cut into pieces."""
     producers, consumers = graph.producers(), graph.consumers()
     for name, readers in consumers.items():
         split = _pieces(readers)
