@@ -73,8 +73,7 @@ class Value:
 
 @cache
 def layer_of(module: str) -> str:
-    """Returns the path of the layer that a module is in, as `h.3`; '' outside
-    layers."""
+    """Returns the path of a module's layer, as `h.3`; '' outside of layers."""
     match = LAYER.search(module)
     return module[: match.end()] if match else ""
 
@@ -144,8 +143,7 @@ class Node:
         return self.op.startswith("comm.")
 
     def arg(self, name: str) -> Any:
-        """An argument by its name in torch's schema: as it is given, else its default
-        there; None where this overload of the op has no argument of that name."""
+        """An argument by its name in the schema, or its default; None if neither."""
         place, default = parameters(self.op).get(name, (None, None))
         if place is not None and place < len(self.args):
             return self.args[place]
@@ -268,9 +266,8 @@ class Graph:
         titles: Mapping[int, str] = MappingProxyType({}),
         places: bool = True,
     ) -> str:
-        """Prints as `passes.graph_text` says. note: of each value, if there is any.
-        titles: of what begins with a node, by its number. places: where nodes are from.
-        """
+        """Prints as `passes.graph_text` says, with a `note` behind values, `titles`
+        before nodes by number, and the `places` that nodes are from."""
 
         def typed(v: Value, gap: str) -> str:
             return v.type + (gap + note(v) if note else "")
@@ -392,8 +389,7 @@ def resolve(op: str) -> Any:
 
 @cache
 def parameters(op: str) -> Mapping[str, tuple[int | None, Any]]:
-    """Arguments of an op, in order: name -> its place (None: by name only) and its
-    default (None if it has none)."""
+    """An op's arguments, in order: name -> (place or None, default or None)."""
     if op in OWN:
         return OWN[op]
     defaults: dict[str, tuple[int | None, Any]] = {}

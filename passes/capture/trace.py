@@ -345,8 +345,7 @@ def _export_once(
 
 
 def _place_of(wrapper: LossModule) -> str:
-    """File and line of the loss function, or else of the model's forward: of what an
-    object is called by, where it has one; of a module its forward."""
+    """`file:line` of the loss function, or else of the model's forward."""
     function = wrapper.model if wrapper.loss_fn is None else wrapper.loss_fn
     called = type(function).__call__
     called = function.forward if isinstance(function, nn.Module) else called
