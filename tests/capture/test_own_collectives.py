@@ -176,7 +176,7 @@ def test_a_loss_of_a_split_vocabulary(ranks):
 
 
 @of_two
-@pytest.mark.parametrize("name", [n for n in COLLECTIVES if n != "in the backward"])
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_of_more_ranks_they_are_refused(ranks, name):
     with pytest.raises(CaptureError, match="group of 2") as error:
         trace(*case(name)[:2])

@@ -122,12 +122,16 @@ def _own_backward(call: Call) -> tuple[int, ...] | None:
             constant = _constants(call, short)
             if not constant and _derives_forward(call, short):
                 return None
+        except CaptureError:
+            raise
         except Exception as problem:  # whatever a user's code raises
             error = problem
             continue
         try:
             if _is_derivative(call, partial(_linear, call), short):
                 return constant
+        except CaptureError:
+            raise
         except Exception as problem:
             error = problem
         reason = f" ({type(error).__name__}: {error})" if error else ""
@@ -258,6 +262,12 @@ def _both_gradients(
     return both
 
 
+def _run_within(node: Any, mode: TorchFunctionMode) -> None:
+    """Lets a node of autograd run within a mode: while it derives there are none."""
+    node.register_prehook(lambda _: mode.__enter__() and None)
+    node.register_hook(lambda *_: mode.__exit__(None, None, None))
+
+
 def _gradients(
     call: Call, run: Callable[..., Any], args: list[Any], scale: float
 ) -> list[Tensor]:
@@ -270,6 +280,8 @@ def _gradients(
         drawn = torch.Generator().manual_seed(1)
         many = made if isinstance(made, tuple) else (made,)
         ys = [y for y in many if isinstance(y, Tensor)]
+        for node in {y.grad_fn for y in ys} - {None}:
+            _run_within(node, OwnCollectives())
         dys = [scale * torch.randn(y.shape, generator=drawn).to(y.dtype) for y in ys]
         ends = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
         if not ends:
