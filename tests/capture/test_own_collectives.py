@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as dist_nn
 from cases import Case
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -188,3 +189,13 @@ def test_what_torch_exports_with_its_group_is_refused(ranks):
     with pytest.raises(CaptureError, match="by itself: 'barrier'") as error:
         trace(*case("barrier")[:2])
     assert "test_own_collectives.py" in error.value.source
+
+
+def test_those_that_torch_exports_nowhere_are_to_be_left_out(ranks):
+    class Summing(nn.Linear):
+        def forward(self, x):
+            return dist_nn.all_reduce(super().forward(x)).square().mean()
+
+    with pytest.raises(CaptureError, match="all_reduce is not supported") as error:
+        trace(Summing(4, 4), {"x": torch.randn(2, 4)})
+    assert "leave out what sums over processes" in error.value.fix

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ..forward.call_model import failed_loss
+from ..forward.own_collectives import LEAVE_OUT
 from ..forward.user_frames import at_work, raised_at, words_at_work
 
 # In errors of captures that need to know what is in a tensor.
@@ -210,6 +211,8 @@ def capture_failed(
     message = f"could not be captured: {type(error).__name__}: {text[0]}"
     called = failed_loss(error)
     message = f"{'the model' if called is None else 'the loss function'} {message}"
+    if "torch.distributed.nn.functional" in text[0]:  # which torch exports nowhere
+        return CaptureError(message, source=source, fix=LEAVE_OUT)
     if not reads_values(error):
         fix = called or (
             "the model must run on the batch as it is, given by keyword: "
