@@ -52,7 +52,8 @@ def _evaluated(make: Callable[[], Any]) -> Any:
 
 def _base(x: Tensor) -> Tensor:
     """The tensor that x is a view of, or x itself."""
-    return x if x._base is None else x._base
+    with torch._C.DisableTorchFunction():  # it is no call of the user's
+        return x if x._base is None else x._base
 
 
 @dataclass(frozen=True)
