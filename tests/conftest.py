@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {"COLUMNS": "99", "NO_COLOR": "1"}  # as where there is no terminal
     config.add_cleanup(folder.cleanup)
     gc.set_threshold(100_000, 50, 100)  # to look for cycles took a tenth of the time
+    sys.dont_write_bytecode = False  # or each worker writes asserts of all tests anew
     # Threads that wait for a core spin: with two a worker all took twice as long.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
