@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from autopar.capture.left_as_found import NUMBERS, AsFound, Change
@@ -50,13 +50,15 @@ class State:
         return [(c.where, c.after) for c in changes]
 
     def changes(self) -> list[Change]:
-        """The first forward's changes that can be made again, but for counters."""
+        """The first forward's changes that can be made again, but for counters. Layers
+        that are missing were left out by the capture."""
         pairs = zip(self.first or (), self.kept.first or (), strict=True)
         made = [replace(c, after=value) for c, (_, value) in pairs]
         return [
             c
             for c in made
             if not (isinstance(c.before, NUMBERS) and isinstance(c.after, NUMBERS))
+            and not isinstance(c.before, nn.Module)
             and all(
                 leaf is None or isinstance(leaf, (*NUMBERS, Tensor))
                 for leaf in tree_flatten(c.after)[0]

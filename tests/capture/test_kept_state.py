@@ -25,6 +25,7 @@ class Keeping(nn.Module):
         super().__init__()
         self.mix = mix
         self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList()
         self.head = nn.Linear(WIDTH, VOCAB)
         self.kept: Tensor | None = None
         self.memory = torch.zeros(2, SEQ, WIDTH)
@@ -34,6 +35,8 @@ class Keeping(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.mix(self, self.embed(ids))
+        for layer in self.layers:
+            x = x + layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -69,9 +72,11 @@ def moving_average(self: Keeping, x: Tensor) -> Tensor:
 STATES = (before, recurrent_memory, grows, by_length, moving_average)
 
 
+@pytest.mark.parametrize("layers", [0, 9])  # of which few are captured
 @pytest.mark.parametrize("mix", STATES)
-def test_state_is_refused_by_name(mix: Mix) -> None:
+def test_state_is_refused_by_name(mix: Mix, layers: int) -> None:
     model, batch = made(mix)
+    model.layers.extend(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
     with pytest.raises(CaptureError, match="computes with it in the next step"):
         capture_model(model, batch)
     assert model.kept is None

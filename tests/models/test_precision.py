@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from models import gpt2, llama, opt, plain_gpt, switch_gpt
+from models import gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 from plans import model_file
 from processes import run_ranks
-from test_experts import mixture
 from torch import nn
 
 import autopar
