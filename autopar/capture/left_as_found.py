@@ -33,8 +33,8 @@ MOST = 100_000  # members: what has more is data, and not looked at
 
 @dataclass(frozen=True)
 class Change:
-    """An entry of a dict that is not what it was, or all members of another container
-    (key None). where: `blocks.0.attn.cache`."""
+    """An entry of a dict, or an attribute of a class, that is not what it was, or all
+    members of another container (key None). where: `blocks.0.attn.cache`."""
 
     where: str
     container: Any
@@ -56,8 +56,24 @@ class Change:
         if self.key is None:
             refill(self.container, value)
         else:
-            self.container[self.key] = value
+            enter(self.container, self.key, value)
         return value
+
+
+def entries_of(container: Any) -> dict[Any, Any]:
+    """The entries of a dict, or the attributes of a class that are not Python's."""
+    if isinstance(container, type):
+        own = vars(container).items()
+        return {name: value for name, value in own if not name.startswith("__")}
+    return dict(dict.items(container))  # a class of its own may do it otherwise
+
+
+def enter(container: Any, key: Any, value: Any) -> None:
+    """Sets an entry of a dict, or an attribute of a class."""
+    if isinstance(container, type):
+        setattr(container, key, value)
+    else:
+        container[key] = value
 
 
 def refill(container: Any, members: Any) -> None:
@@ -69,8 +85,9 @@ def refill(container: Any, members: Any) -> None:
 
 @dataclass
 class Container:
-    """The former members of a dict, a list or a set. owner: the class of the object
-    whose attributes a dict holds, which may have defaults."""
+    """The former members of a dict, a list, a set, or a class, which are its
+    attributes. owner: the class of the object whose attributes a dict holds, which may
+    have defaults."""
 
     where: str
     container: Any
@@ -80,7 +97,7 @@ class Container:
     def changes(self) -> list[Change]:
         """Returns members that were added, removed or replaced since."""
         if isinstance(self.members, dict):
-            now = dict(dict.items(self.container))
+            now = entries_of(self.container)
             return [
                 Change(
                     f"{self.where}.{key}".lstrip("."),
@@ -108,13 +125,17 @@ class Container:
         if not isinstance(self.members, dict):
             refill(self.container, self.members)
             return
-        now = dict(dict.items(self.container))
+        now = entries_of(self.container)
         for key in [k for k in now if k not in self.members]:
-            if not str(key).startswith("__"):
+            if str(key).startswith("__"):
+                continue
+            if isinstance(self.container, type):
+                delattr(self.container, key)
+            else:
                 del self.container[key]
         for key, value in self.members.items():
             if now.get(key, self) is not value:
-                self.container[key] = value
+                enter(self.container, key, value)
 
 
 @dataclass
@@ -122,7 +143,6 @@ class AsFound:
     """All that is within reach of a model, as it was when this was made."""
 
     containers: list[Container] = field(default_factory=list)
-    classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     cached: list[tuple[Any, int]] = field(default_factory=list)
     tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
     generators: dict[str, Any] = field(default_factory=dict)
@@ -171,7 +191,7 @@ class AsFound:
         elif isinstance(thing, Cached):
             self.cached.append((thing, thing.cache_info().misses))
         elif isinstance(thing, dict):
-            entries = dict(dict.items(thing))  # a class of its own may do it otherwise
+            entries = entries_of(thing)
             owner = self.owners.get(id(thing))
             self.containers.append(Container(where, thing, entries, owner))
             for key, value in entries.items():
@@ -211,13 +231,12 @@ class AsFound:
 
     def visit_class(self, type_: type) -> None:
         """Notes the attributes of a class, and what these hold."""
-        entries = dict(vars(type_))
+        entries = entries_of(type_)
         self.seen.add(id(type_))
-        self.classes.append((type_, entries))
+        self.containers.append(Container(type_.__qualname__, type_, entries))
         for name, value in entries.items():
-            if not name.startswith("__"):
-                where = f"{type_.__qualname__}.{name}"
-                self.visit(where, getattr(value, "__func__", value))
+            where = f"{type_.__qualname__}.{name}"
+            self.visit(where, getattr(value, "__func__", value))
 
     def visit_file(self, file: ModuleType) -> None:
         """Notes the globals of a file, and what they hold."""
@@ -241,15 +260,6 @@ class AsFound:
         for container in self.containers:
             if container.changes():
                 container.put_back()
-        for type_, before in self.classes:
-            now = dict(vars(type_))
-            for name in {**before, **now}:
-                if name.startswith("__") or now.get(name) is before.get(name):
-                    continue
-                if name in before:
-                    setattr(type_, name, before[name])
-                else:
-                    delattr(type_, name)
         for function, misses in self.cached:
             if function.cache_info().misses != misses:
                 function.cache_clear()
