@@ -94,7 +94,7 @@ STATES = (
 def test_state_is_refused_by_name(mix: Mix, layers: int) -> None:
     model, batch = made(mix)
     model.layers.extend(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
-    with pytest.raises(CaptureError, match="computes .*with it .*next"):
+    with pytest.raises(CaptureError, match=r"computes .*with it .*next"):
         capture_model(model, batch)
     assert model.kept is Keeping.last is None and Keeping.calls == 0
     assert not (model.several or model.by_name or model.count)
