@@ -16,8 +16,9 @@ from ..graph import Value
 from ..price.account import OPTIMIZER_STATES
 from ..price.cluster import Device, Link
 from ..price.estimate import OPTIMIZER_TRAFFIC
+from ..shard.parameter_sharding import place_at_rest
 from ..shard.propagate import Sharded
-from ..shard.resharding import Impossible, Need, R, State, V, transition
+from ..shard.resharding import Impossible, Need, R, State, V, place_of, transition
 from ..shard.sharding import Sharding
 
 COMPUTE, COMMUNICATION, MEMORY = range(3)  # of an amount; seconds, seconds, bytes
@@ -69,8 +70,7 @@ class Setting:
 
     def bytes_of(self, v: Value, state: State) -> int:
         """Bytes of a value on the first rank; other axes split it as it is made."""
-        place = state if isinstance(state, tuple) else None
-        shape = self.local_shape(v, self.sharded.states[v.name], place)
+        shape = self.local_shape(v, self.sharded.states[v.name], place_of(state))
         return math.prod(shape) * v.dtype.itemsize
 
 
@@ -107,7 +107,9 @@ class ValueCosts:
         needs = [need for own, _ in uses for need in own]
         partial = all(need.partial(have) for need in needs)
         if self.is_parameter:
-            have = self._rest(needs, partial)
+            places = (need.state for need in needs)
+            place = place_at_rest(self.setting.sharded.plan, self.setting.axis, places)
+            have = place or (V if partial else R)
         elif can_vary and (have == V) != partial:
             return NEVER  # see `passes.shard.settle_varying`
         try:
@@ -124,18 +126,6 @@ class ValueCosts:
             return 0.0, seconds, self._residual_seconds(have, uses)
         update, reduction, resting = self._at_rest(have)
         return update, seconds + reduction, resting
-
-    def _rest(self, needs: Sequence[Need], partial: bool) -> State:
-        """A parameter is sharded as all of its uses want it, else whole."""
-        states = {need.state for need in needs}
-        whole = self.setting.axis in self.setting.sharded.plan.zigzag
-        if (
-            not whole
-            and len(states) == 1
-            and isinstance(state := needs[0].state, tuple)
-        ):
-            return state
-        return V if partial else R
 
     def _seconds(self, kind: str, have: State, to: State) -> float:
         """Returns a collective's seconds; see `passes.price.cluster.Link`."""
@@ -161,13 +151,8 @@ class ValueCosts:
     def _residual_seconds(self, have: State, uses: Sequence[Use]) -> float:
         """Bytes kept for the backward: in each state that a backward reads it in. As it
         is made it is kept once with all views of its storage."""
-        read = {_place(need.of(have)) for own, keeps in uses if keeps for need in own}
-        made = _place(have)
+        read = {place_of(need.of(have)) for own, keeps in uses if keeps for need in own}
+        made = place_of(have)
         places = (read or {made}) if self.is_residual else read - {made}
-        size = sum(self.setting.bytes_of(self.v, place) for place in places)
+        size = sum(self.setting.bytes_of(self.v, place or R) for place in places)
         return float(size * self.setting.in_flight)
-
-
-def _place(state: State) -> State:
-    """The place (dim, factor) that a state splits; R if it splits none."""
-    return state if isinstance(state, tuple) else R

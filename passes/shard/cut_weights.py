@@ -22,7 +22,7 @@ from ..ops.arguments import arguments
 from ..part import Part, part_name
 from ..plan import Plan
 from ..shard.op_sharding import OpSharding
-from ..shard.parameter_sharding import common_place, parameter_sharding, varying_axes
+from ..shard.parameter_sharding import parameter_sharding, place_at_rest, varying_axes
 from ..shard.propagate import Sharded
 from ..shard.sharding import Sharding
 
@@ -92,11 +92,14 @@ def _is_worth_it(
 ) -> bool:
     """Whether an axis splits a piece, in all of its uses, but not what it is cut of."""
     whole = [need for node in cut.splits for need in uses[node.operands[0].name]]
+
+    def place(axis: str, needs: Iterable[Sharding]) -> tuple[int, int] | None:
+        return place_at_rest(plan, axis, (need.state(axis) for need in needs))
+
     return any(
-        common_place(whole, axis) is None
-        and any(common_place(uses[v.name], axis) is not None for v in pieces)
+        any(place(axis, uses[v.name]) for v in pieces)
         for axis in plan.axes
-        if axis not in plan.zigzag and axis not in plan.data_axes
+        if axis not in plan.data_axes and not place(axis, whole)
     )
 
 

@@ -29,7 +29,7 @@ from ..mesh import TIME
 from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.collectives import axes_of
-from ..shard.resharding import MAX, TABLE, P, R, V
+from ..shard.resharding import MAX, TABLE, P, R, State, V, place_of
 from ..shard.sharding import Sharding
 
 GATHER = "comm.all_gather"
@@ -75,9 +75,7 @@ def parameter_sharding(
     state, order = Sharding.whole(dims), list(plan.axes)
     sizes = plan.sizes
     for axis in order:
-        place = common_place(uses, axis)
-        if axis in plan.zigzag or axis == TIME:
-            continue  # a share is one piece of a parameter, and the same all along
+        place = place_at_rest(plan, axis, (use.state(axis) for use in uses))
         if place is not None:
             state = state.with_split(place, axis, order)
     for axis in plan.parameter_axes if shared else ():
@@ -88,9 +86,14 @@ def parameter_sharding(
     return state
 
 
-def common_place(uses: Iterable[Sharding], axis: str) -> tuple[int, int] | None:
-    """The (dim, factor) that the axis splits in all uses; None if they differ."""
-    places = {use.place(axis) for use in uses}
+def place_at_rest(
+    plan: Plan, axis: str, uses: Iterable[State]
+) -> tuple[int, int] | None:
+    """The (dim, factor) that an axis splits of a parameter until it is used: what all
+    of its uses want split; None if they differ."""
+    if axis in plan.zigzag or axis == TIME:
+        return None  # a share is one piece of a parameter, and the same all along
+    places = {place_of(state) for state in uses}
     return places.pop() if len(places) == 1 else None
 
 

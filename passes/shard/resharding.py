@@ -74,6 +74,11 @@ class Need(NamedTuple):
         return self.of(have) != R
 
 
+def place_of(state: State) -> tuple[int, int] | None:
+    """The (dim, factor) that a state splits, if it splits any."""
+    return state if isinstance(state, tuple) else None
+
+
 def kind(state: State) -> str:
     """S for a place that is split, else the state itself."""
     return state if isinstance(state, str) else S
