@@ -34,6 +34,7 @@ from autopar.passes.price.price_layers import (
     Cut,
     LayerPrices,
     Prices,
+    Way,
     cut_layers,
     price_cut,
 )
@@ -211,47 +212,35 @@ def make_prices(
     cut = _make_cuts(of, at_once, usual)
 
     @cache
-    def at(
-        mesh: Mesh, how: tuple[str, bool], microbatches: int, shares: bool, context: str
-    ) -> LayerPrices:
-        recompute, halves = how
-        of_mesh = cut(mesh, microbatches, shares, context)
-        return price_cut(of_mesh, recompute, cluster.device, halves)
+    def at(way: Way) -> LayerPrices:
+        """Prices of layers that are compiled for these samples."""
+        microbatches = of.batch // way.mesh.sample_ranks // way.samples
+        of_mesh = cut(way.mesh, microbatches, way.shares, way.context_parallel)
+        return price_cut(of_mesh, way.recompute, cluster.device, way.halves)
 
     @cache
-    def slope(
-        mesh: Mesh, how: tuple[str, bool], microbatches: int, shares: bool, context: str
-    ) -> LayerPrices:
+    def slope(way: Way) -> LayerPrices:
         """The added cost of twice the samples in a microbatch."""
-        one = at(mesh, how, microbatches, shares, context)
-        two = at(mesh, how, microbatches // 2, shares, context)
-        return two.combine(one, lambda x, y: x - y)
+        twice = at(way._replace(samples=2 * way.samples))
+        return twice.combine(at(way), lambda x, y: x - y)
 
     @lru_cache(maxsize=256)  # candidates in a row split layers alike
-    def prices(
-        mesh: Mesh,
-        recompute: str,
-        halves: bool,
-        samples: int,
-        shares: bool = False,
-        context: str = "gather",
-    ) -> LayerPrices:
-        how, differs = (recompute, halves), shares and of.shared is not of.named
+    def prices(way: Way) -> LayerPrices:
+        samples, shares = way.samples, way.shares and of.shared is not of.named
         # By a table costs are linear in the samples: two microbatch sizes say it all,
         # one and two samples unless those of two have nodes that those of one lack.
         # What is measured depends on caches: on the line between the sizes next to it.
-        most = of.batch // mesh.sample_ranks
+        most = of.batch // way.mesh.sample_ranks
         low = 1
         while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
             low *= 2
+        one, two = (way._replace(samples=n, shares=shares) for n in (low, 2))
         if not cluster.device.ops.timed and samples > 2 and not most % 4:
-            pair = (at(mesh, how, most // n, differs, context) for n in (1, 2))
-            low = 1 if len({prices.launches for prices in pair}) == 1 else 2
-        one = at(mesh, how, most // low, differs, context)
-        if samples > low:
-            more = slope(mesh, how, most // low, differs, context)
-            one = one.combine(more, lambda x, y: x.plus(y, samples / low - 1))
-        return one.settled()
+            one = one if at(one).launches == at(two).launches else two
+        costs, more = at(one), samples / one.samples - 1
+        if more > 0:
+            costs = costs.combine(slope(one), lambda x, y: x.plus(y, more))
+        return costs.settled()
 
     return prices
 

@@ -29,6 +29,7 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import OPTIMIZER_TRAFFIC, step_seconds
 from autopar.passes.price.price import retimed
+from autopar.passes.price.price_layers import Way
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.by_formula import prices_of
 from autopar.passes.search.recompute_whole import layer_again
@@ -188,7 +189,7 @@ def layer_runs() -> tuple[LayerRun, ...]:
             sequence_parallel=row["sp"] == "1",
         )
         full = policy == "full"
-        layer_prices = prices(mesh, "none" if full else policy, False, samples)
+        layer_prices = prices(Way(mesh, "none" if full else policy, False, samples))
         account = overlapped(layer_prices.stage(False, 1, False))
         if full:
             account = account + layer_again(layer_prices)

@@ -18,6 +18,7 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import step_seconds
 from autopar.passes.price.price import retimed
+from autopar.passes.price.price_layers import Way
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.recompute_whole import layer_again
@@ -72,7 +73,7 @@ def _run(row: Row) -> ZeroRun:
     mesh = Mesh((("dp", gpus),))
     candidate = Candidate(mesh, samples, 1, "1f1b", 1, 3, "none", (layers,))
     prices = make_prices(gpt(hidden, heads, layers, vocab), cluster)
-    layer = prices(layer_mesh(mesh), "none", False, samples, True)
+    layer = prices(Way(layer_mesh(mesh), "none", False, samples, True))
     (account,) = accounts_of(candidate, prices)
     account = account + layer_again(layer) * layers
     return ZeroRun(

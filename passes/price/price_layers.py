@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..cost import Exchange, join_exchanges
 from ..dims.name_dims import Named
@@ -148,22 +148,23 @@ class LayerPrices:
         return LayerPrices(self.runs, of(self.whole), *(p and of(p) for p in parts))
 
 
-class Prices(Protocol):
-    """Layers split in some way, in microbatches of some samples -> their prices.
+class Way(NamedTuple):
+    """How layers are split and run: all that their prices depend on.
 
-    mesh: axes that split a layer. halves: of the backward, apart. shares: whether ranks
-    hold shares of parameters between steps. context: how attention works on cp.
+    mesh: the axes that a layer is compiled for. halves: of the backward, apart.
+    samples: of a microbatch. shares: whether ranks hold shares of parameters between
+    steps. context_parallel: how attention works on cp.
     """
 
-    def __call__(
-        self,
-        mesh: Mesh,
-        recompute: str,
-        halves: bool,
-        samples: int,
-        shares: bool = False,
-        context: str = "gather",
-    ) -> LayerPrices: ...
+    mesh: Mesh
+    recompute: str
+    halves: bool
+    samples: int
+    shares: bool = False
+    context_parallel: str = "gather"
+
+
+Prices = Callable[[Way], LayerPrices]
 
 
 @dataclass(frozen=True)

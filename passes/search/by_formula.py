@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 from ..mesh import Mesh
 from ..price.account import Account, once_a_rank, rank_memory
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..price.estimate import join_stages, step_parts
-from ..price.price_layers import LayerPrices, Prices
+from ..price.price_layers import LayerPrices, Prices, Way
 from ..price.share import resting_bytes, share
 from ..price.stage_seconds import StageSeconds, stage_seconds
 from ..schedule.footprint import Footprint, rough_peak
@@ -40,18 +39,6 @@ class Timed:
 Timer = Callable[[Candidate], Timed]
 
 
-class Way(NamedTuple):
-    """All that prices of layers depend on, see `passes.price.price_layers.Prices`.
-    mesh: the axes that a layer is compiled for."""
-
-    mesh: Mesh
-    recompute: str
-    halves: bool
-    samples: int
-    shares: bool
-    context_parallel: str
-
-
 def way_of(candidate: Candidate) -> Way:
     """How a candidate's layers are split and run."""
     c = candidate
@@ -61,7 +48,7 @@ def way_of(candidate: Candidate) -> Way:
 
 def prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
     """Returns seconds and bytes of a candidate's layers."""
-    return prices(*way_of(candidate))
+    return prices(way_of(candidate))
 
 
 @cache

@@ -22,10 +22,9 @@ from ..price.account import Account
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..price.estimate import Estimate, estimate, estimate_within
-from ..price.price_layers import LayerPrices, Prices
+from ..price.price_layers import LayerPrices, Prices, Way
 from ..schedule.make_schedule import USUAL_SCHEDULE
 from ..search.by_formula import (
-    Way,
     layer_mesh,
     least_bytes,
     least_computing,
@@ -253,7 +252,7 @@ class Ranked:
         if not self._is_priced(way):
             self._priced[_kind(way)][way.mesh] = None
             self._nearest.clear()
-        return self.prices(*way)
+        return self.prices(way)
 
     def _is_priced(self, way: Way) -> bool:
         return way.mesh in self._priced[_kind(way)]
@@ -269,7 +268,7 @@ class Ranked:
             self._nearest[key] = min(fitting, key=lambda pair: pair[0], default=None)
         if nearest := self._nearest[key]:
             parts, fewer = nearest
-            yield self.prices(*way._replace(mesh=fewer)), parts
+            yield self.prices(way._replace(mesh=fewer)), parts
 
 
 @lru_cache(maxsize=4096)  # candidates in a row ask for the same

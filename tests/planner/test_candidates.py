@@ -19,6 +19,7 @@ from autopar.passes.plan import PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.price.estimate import Estimate, join_stages, step_parts
+from autopar.passes.price.price_layers import Way
 from autopar.passes.price.share import share
 from autopar.passes.program import Program
 from autopar.passes.search.candidates import candidates, meshes, searched
@@ -122,7 +123,7 @@ def work(precision: str, tf32: bool, part: str) -> float:
     # Attention as any other product.
     cluster = replace(cluster, device=replace(cluster.device, attention=""))
     prices = make_prices(of(precision, tf32), cluster)
-    return prices(Mesh(()), "none", False, 1).whole.microbatch[part].work
+    return prices(Way(Mesh(()), "none", False, 1)).whole.microbatch[part].work
 
 
 def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:
