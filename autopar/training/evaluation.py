@@ -4,41 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from autopar.passes.errors import AutoparError
 from autopar.step import Step
+from autopar.training.data.feed import Feed
+from autopar.training.options import RunOptions
 from autopar.training.reports.metrics import METRIC
-
-if TYPE_CHECKING:
-    from autopar.training.data.feed import Feed
-    from autopar.training.options import RunOptions
-
-
-class EvaluationError(AutoparError):
-    """An evaluation that cannot be."""
-
-
-def check_evaluation(options: RunOptions) -> None:
-    """Raises EvaluationError for options that contradict each other."""
-    if options.eval_data and not options.eval_every:
-        raise EvaluationError(
-            "--eval-data is there, but nobody says when to evaluate",
-            fix="add --eval-every 100, or leave --eval-data out",
-        )
-    if options.eval_data and options.eval_fraction:
-        raise EvaluationError(
-            "--eval-data and --eval-fraction both say what to evaluate on",
-            fix="leave one of them out",
-        )
-    if options.eval_every and not (options.held_out or options.eval_data):
-        raise EvaluationError(
-            "--eval-every has nothing to evaluate on: --eval-fraction is 0",
-            fix="use --eval-fraction 0.1, or leave --eval-every out",
-        )
 
 
 class Evaluation:

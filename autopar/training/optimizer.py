@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.training.schedules import learning_rate
-
-if TYPE_CHECKING:
-    from autopar.training.options import RunOptions
+from autopar.training.options import RunOptions
+from autopar.training.schedules import DECAY
 
 FUSED = ("cpu", "cuda")  # devices on which torch updates all parameters by one kernel
 
@@ -47,6 +45,18 @@ def set_learning_rate(optimizer: Optimizer, step: int, options: RunOptions) -> f
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
+
+
+def learning_rate(step: int, options: RunOptions) -> float:
+    """Returns that of a step, counted from 0."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    decaying = options.decay_steps
+    begun = step - (options.steps - decaying)
+    if begun <= 0 or not decaying:
+        return options.lr
+    left = DECAY[options.lr_schedule](min(1.0, begun / decaying))
+    return options.min_lr + (options.lr - options.min_lr) * left
 
 
 def _can_fuse(p: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,15 @@ from typing import Any
 from autopar.passes.errors import AutoparError
 from autopar.passes.ranges import RANGES, check_range
 from autopar.training.data.token_files import BIN_DTYPES
-from autopar.training.evaluation import check_evaluation
 from autopar.training.nonfinite import ON_NONFINITE
-from autopar.training.reports.profile import read_steps
-from autopar.training.resume import check_saving
-from autopar.training.schedules import DECAY, check_schedule
+from autopar.training.schedules import DECAY
 
 HELD_OUT = 0.1  # share of the data, where some is
 STEPS = 20
 
 
 class OptionError(AutoparError):
-    """An option of a run that is out of its range."""
+    """Options of a run that are out of range, or contradict each other."""
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:
@@ -134,16 +132,97 @@ class RunOptions:
             value = getattr(self, each.name)
             if each.name in RANGES and not (value is None is each.default):
                 check_range(each.name, value, OptionError)
-        check_saving(self)
-        check_schedule(self)
-        check_evaluation(self)
+        self._check_saving()
+        self._check_schedule()
+        self._check_evaluation()
         if self.epochs and self.steps != STEPS:
             raise OptionError(
                 f"--epochs {self.epochs} and --steps {self.steps} are both given",
                 fix="leave one out: epochs say how many steps there are",
             )
         if self.profile_steps is not None and not self.epochs:
-            read_steps(self.profile_steps, self.steps)
+            self._check_profiled()
+
+    def _check_saving(self) -> None:
+        if self.save is None and (self.resume or self.save_every):
+            name = "--resume" if self.resume else "--save-every"
+            raise OptionError(f"{name} needs a directory", fix="add --save DIRECTORY")
+        if self.save is None and self.async_save:
+            raise OptionError(
+                "--async-save needs a directory", fix="add --save DIRECTORY"
+            )
+        if self.resume and self.reference:
+            raise OptionError(
+                "--reference has no checkpoint to go on from",
+                fix="leave out --resume, or --reference",
+            )
+
+    def _check_schedule(self) -> None:
+        name, steps, warmup = self.lr_schedule, self.steps, self.warmup
+        if name not in DECAY:
+            fix = f"use one of {', '.join(DECAY)}"
+            raise OptionError(f"lr_schedule={name!r}", fix=fix)
+        if name == "constant":
+            if self.min_lr:
+                raise OptionError(
+                    f"--min-lr {self.min_lr:g} is never reached: the rate is constant",
+                    fix="add --lr-schedule cosine, linear or wsd, or leave "
+                    "--min-lr out",
+                )
+            return
+        if self.min_lr > self.lr:
+            raise OptionError(
+                f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}",
+                fix=f"use --min-lr {self.lr / 10:g}",
+            )
+        decaying = max(1, self.decay_steps)
+        if warmup + decaying > steps:
+            raise OptionError(
+                f"--lr-schedule {name}: {warmup} steps of warmup and {decaying} that "
+                f"decay are more than {steps} steps",
+                fix=f"use --warmup {steps - decaying}, or more --steps",
+            )
+
+    def _check_evaluation(self) -> None:
+        if self.eval_data and not self.eval_every:
+            raise OptionError(
+                "--eval-data is there, but nobody says when to evaluate",
+                fix="add --eval-every 100, or leave --eval-data out",
+            )
+        if self.eval_data and self.eval_fraction:
+            raise OptionError(
+                "--eval-data and --eval-fraction both say what to evaluate on",
+                fix="leave one of them out",
+            )
+        if self.eval_every and not (self.held_out or self.eval_data):
+            raise OptionError(
+                "--eval-every has nothing to evaluate on: --eval-fraction is 0",
+                fix="use --eval-fraction 0.1, or leave --eval-every out",
+            )
+
+    def _check_profiled(self) -> None:
+        if not self.profiled_steps:
+            raise OptionError(
+                f"--profile-steps {self.profile_steps} are no steps of a run of "
+                f"{self.steps}",
+                fix=f"write A:B, from 1 to {self.steps}, as 3:5, which profiles three",
+            )
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `A:B`, both included; none, where the run has no such steps."""
+        ends = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile_steps or "")
+        first, last = (int(ends[1]), int(ends[2])) if ends else (0, 0)
+        return range(first, last + 1) if 1 <= first <= last <= self.steps else range(0)
+
+    @property
+    def decay_steps(self) -> int:
+        """The last steps of a run, in which the learning rate decays."""
+        if self.lr_schedule == "constant":
+            return 0
+        if self.lr_schedule == "wsd":
+            return max(1, round(self.decay_ratio * self.steps))
+        return max(0, self.steps - self.warmup)
 
     @property
     def held_out(self) -> float:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -16,9 +16,7 @@ from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.sole_writer import sole_writer
 from autopar.runtime.agreement.fail_together import on_first
 from autopar.step import Step
-
-if TYPE_CHECKING:
-    from autopar.training.options import RunOptions
+from autopar.training.options import RunOptions
 
 # Options that training follows from; a run that goes on must have them as before.
 SAME = (
@@ -28,22 +26,6 @@ SAME = (
 
 # How often ranks are started from one checkpoint; and the file that counts it.
 STARTS, COUNT = 10, "starts.json"
-
-
-def check_saving(options: RunOptions) -> None:
-    """Raises CheckpointError for options that contradict each other."""
-    if options.save is None and (options.resume or options.save_every):
-        name = "--resume" if options.resume else "--save-every"
-        raise CheckpointError(f"{name} needs a directory", fix="add --save DIRECTORY")
-    if options.save is None and options.async_save:
-        raise CheckpointError(
-            "--async-save needs a directory", fix="add --save DIRECTORY"
-        )
-    if options.resume and options.reference:
-        raise CheckpointError(
-            "--reference has no checkpoint to go on from",
-            fix="leave out --resume, or --reference",
-        )
 
 
 def is_due(done: int, options: RunOptions) -> bool:

@@ -15,9 +15,9 @@ from torch.optim import SGD, lr_scheduler
 from autopar.cli import main
 from autopar.passes.errors import AutoparError
 from autopar.training import run as training
-from autopar.training.optimizer import make_optimizer
+from autopar.training.optimizer import learning_rate, make_optimizer
 from autopar.training.options import RunOptions
-from autopar.training.schedules import DECAY, learning_rate
+from autopar.training.schedules import DECAY
 
 
 @pytest.fixture

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from autopar.passes.errors import AutoparError
 from autopar.planner.planned import read_decided
 from autopar.plans.store import StoredPlan
 from autopar.step import Step
-
-if TYPE_CHECKING:
-    from autopar.training.options import RunOptions
+from autopar.training.options import RunOptions
 
 TRACES = "traces"
-
-
-class ProfileStepsError(AutoparError):
-    """Steps to profile that no run has."""
-
-
-def read_steps(text: str, steps: int) -> range:
-    """Reads `A:B`, both included. steps: of the run. Raises: ProfileStepsError."""
-    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
-    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= first <= last <= steps:
-        raise ProfileStepsError(
-            f"--profile-steps {text} are no steps of a run of {steps}",
-            fix=f"write A:B, from 1 to {steps}, as 3:5, which profiles three",
-        )
-    return range(first, last + 1)
 
 
 class Profile:
@@ -42,7 +21,7 @@ class Profile:
     `begin`, and `end` after it."""
 
     def __init__(self, step: Step, stored: StoredPlan, options: RunOptions) -> None:
-        self.steps = read_steps(options.profile_steps or "", options.steps)
+        self.steps = options.profiled_steps
         self.device, self.rank = step.device, step.comm.rank
         self.predicted = predicted_seconds(stored)
         name = f"steps-{self.steps[0]}-{self.steps[-1]}-rank-{self.rank}.json"
@@ -60,10 +39,8 @@ class Profile:
         cls, step: Step, stored: StoredPlan, options: RunOptions, done: int
     ) -> Profile | None:
         """None if no steps are to be profiled, or a run goes on after their first."""
-        text = options.profile_steps
-        if text is None or read_steps(text, options.steps)[0] <= done:
-            return None
-        return cls(step, stored, options)
+        steps = options.profiled_steps
+        return cls(step, stored, options) if steps and steps[0] > done else None
 
     def begin(self, number: int) -> None:
         """Begins a step. number: of the step, from 1."""

@@ -6,13 +6,11 @@ import importlib
 import math
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.passes.errors import AutoparError
+from autopar.training.options import RunOptions
 from autopar.training.reports.metrics import Clock, Row
-
-if TYPE_CHECKING:
-    from autopar.training.options import RunOptions
 
 RUN_ID = ".wandb-id"  # in the folder of checkpoints: a run that goes on is the same one
 
