@@ -66,17 +66,15 @@ class Amounts:
 
     def plus(self: Own, other: Own, times: float) -> Own:
         """The record plus `times` another one's amounts."""
-        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
-        return self.changed(
-            **{
-                name: x + times * y if type(x) in NUMBERS else _plus(x, y, times)
-                for (name, x), y in pairs
-            }
-        )
+        copy = object.__new__(type(self))
+        amounts, others = vars(copy), vars(other)
+        for name, x in vars(self).items():
+            y = others[name]
+            amounts[name] = x + times * y if type(x) in NUMBERS else _plus(x, y, times)
+        return copy
 
     def changed(self: Own, **changes: Any) -> Own:
-        """Does what `dataclasses.replace` does, faster: a search calls it 100,000
-        times."""
+        """Does what `dataclasses.replace` does, faster: a search calls it often."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), **changes)
         assert len(vars(copy)) == len(vars(self)), f"no such fields: {changes.keys()}"

@@ -227,17 +227,15 @@ def make_prices(
     @lru_cache(maxsize=256)  # candidates in a row split layers alike
     def prices(way: Way) -> LayerPrices:
         samples, shares = way.samples, way.shares and of.shared is not of.named
-        # By a table costs are linear in the samples: two microbatch sizes say it all,
-        # one and two samples unless those of two have nodes that those of one lack.
-        # What is measured depends on caches: on the line between the sizes next to it.
+        # By a table costs are linear in the samples, from two on: one alone has fewer
+        # nodes, and is gathered as it arrives. What is measured depends on caches: on
+        # the line between the sizes next to it.
         most = of.batch // way.mesh.sample_ranks
-        low = 1
-        while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
+        limit, low = samples if cluster.device.ops.timed else min(samples, 2), 1
+        while 2 * low <= limit and not most % (4 * low):
             low *= 2
-        one, two = (way._replace(samples=n, shares=shares) for n in (low, 2))
-        if not cluster.device.ops.timed and samples > 2 and not most % 4:
-            one = one if at(one).launches == at(two).launches else two
-        costs, more = at(one), samples / one.samples - 1
+        one = way._replace(samples=low, shares=shares)
+        costs, more = at(one), samples / low - 1
         if more > 0:
             costs = costs.combine(slope(one), lambda x, y: x.plus(y, more))
         return costs.settled()

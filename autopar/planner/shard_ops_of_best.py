@@ -18,7 +18,7 @@ from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate, estimate
-from autopar.passes.price.price_layers import cut_layers, price_cut
+from autopar.passes.price.price_layers import price_layers
 from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
 from autopar.passes.search.search import Ranking, simplest_first
@@ -112,9 +112,9 @@ def _priced(
         mesh=layer_mesh(candidate.mesh),
         microbatches=whole.batch // candidate.samples,
         zero=0,
+        recompute=candidate.recompute,
     )
     named = whole.shared if candidate.zero else whole.named
-    cut = cut_layers(named, plan, whole.starts)
-    halves = candidate.halves
-    prices = price_cut(cut, candidate.recompute, cluster.device, halves)
+    device, halves = cluster.device, candidate.halves
+    prices = price_layers(named, plan, whole.starts, device, halves)
     return estimate(prices.stages(candidate.layers), candidate, cluster)

@@ -86,11 +86,6 @@ class LayerPrices:
         account = in_a_row(total, row, self.tied if last else Held())
         return account if first == last else replace(account, tied=self.tied)
 
-    @property
-    def launches(self) -> tuple[float, ...]:
-        """How many kernels the parts of a microbatch have, of the whole model."""
-        return tuple(part.launches for part in self.whole.microbatch.values())
-
     @cached_property
     def parts(self) -> list[Account]:
         """The accounts of a first, a middle and a last run, of those that exist."""

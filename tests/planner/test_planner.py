@@ -23,7 +23,7 @@ from autopar.passes.plan import PlanError
 from autopar.passes.price.account import Account
 from autopar.passes.price.cluster import PLAIN, Cluster
 from autopar.passes.price.price import price
-from autopar.passes.price.price_layers import price_layers
+from autopar.passes.price.price_layers import Way, price_layers
 from autopar.passes.search.balance_layers import balance_layers
 from autopar.passes.search.candidates import Space
 from autopar.passes.shard.insert_collectives import insert_collectives
@@ -34,6 +34,7 @@ from autopar.planner.planner import (
     ShortModel,
     capture_short,
     find_plans,
+    make_prices,
     make_space,
     open_ops,
     plan_of,
@@ -150,6 +151,25 @@ def test_accounts_of_any_depth_are_those_of_the_whole_model(
         same(prices.stage(*part), account)
     (one,) = of_whole_model(case, mesh, (), **options)
     same(prices.stage(True, 7, True), one)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4, 8])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=1"])
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_prices_are_those_of_microbatches_of_that_many_samples(
+    build, mesh, samples
+) -> None:
+    """What is gathered along seq is copied but from a single sample, and positions of
+    a single one have the gradient of the sum."""
+    of = build(layers=5, batch=32).short()
+    plan = make_plan(mesh, microbatches=of.batch // samples)
+    direct = price_layers(of.named, plan, of.starts, DEVICE, False)
+    prices = make_prices(of, replace(PLAIN, device=DEVICE))
+    way = Way(plan.mesh, "none", False, samples)
+    same(
+        prices(way).stage(True, 5, True),
+        direct.stage(True, 5, True),
+    )
 
 
 def same(got: Account, wanted: Account) -> None:

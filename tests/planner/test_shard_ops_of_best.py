@@ -11,7 +11,7 @@ from models import plain_gpt
 from plans import model_file
 
 from autopar.cli import main
-from autopar.machine.hardware import cluster_of, with_memory
+from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
@@ -24,21 +24,23 @@ SAMPLES = 16
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "memory", "precision"),
+    ("mesh", "zero", "precision"),
     [
-        ("tp=2", 80e9, "model"),
-        ("dp=2,tp=2", 80e9, "model"),
-        ("pp=2,cp=2", 80e9, "bf16"),
+        ("tp=2", 0, "model"),
+        ("dp=2,tp=2", 0, "model"),
+        ("dp=2,tp=2", 3, "model"),
+        ("pp=2,cp=2", 1, "bf16"),
     ],
 )
 def test_plans_with_op_shardings_are_faster_and_fit_and_are_right(
-    mesh: str, memory: float, precision: str
+    mesh: str, zero: int, precision: str
 ) -> None:
     case = plain_gpt(batch=SAMPLES, tied=False)
     where = Mesh.parse(mesh)
-    cluster = with_memory(cluster_of(f"{where.size}xA100-80GB"), memory)
+    cluster = cluster_of(f"{where.size}xA100-80GB")
     of = case.short(precision=precision)
-    plain = find_plans(of, cluster, SAMPLES, where, recompute=("none",))
+    decided = {"recompute": ("none",), "zero": (zero,)}
+    plain = find_plans(of, cluster, SAMPLES, where, **decided)
     found, plans = shard_ops_of_best(plain, of, cluster)
     assert plans and {
         e.candidate for e in found.best if e.candidate.has_op_shardings
@@ -47,7 +49,7 @@ def test_plans_with_op_shardings_are_faster_and_fit_and_are_right(
     for e in found.best:
         if e.candidate.has_op_shardings:
             before = templates[replace(e.candidate, has_op_shardings=False)]
-            assert e.seconds < before.seconds and e.peak <= memory
+            assert e.seconds < before.seconds and e.peak <= cluster.device.memory
     chosen = next(e for e in found.best if e.candidate.has_op_shardings)
     assert "op shardings" in str(chosen.candidate)
     plan = plans[chosen.candidate]
