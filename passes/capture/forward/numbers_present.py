@@ -141,8 +141,8 @@ class Present:
         if func in JOINED and isinstance(x, list | tuple) and x:
             each = [self.below(part) for part in x]
             return max(each) if all(each) else 0
-        integers = isinstance(x, Tensor) and not x.dtype.is_floating_point
-        if func in REMAINDERS and integers and others and type(others[0]) is int:
+        divided = func in REMAINDERS and others and type(others[0]) is int
+        if divided and isinstance(x, Tensor) and not x.dtype.is_floating_point:
             return others[0] if 0 < others[0] <= MANY else 0
         return 0
 

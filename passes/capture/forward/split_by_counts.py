@@ -178,7 +178,7 @@ class Pieces:
 
 def _rows(x: Any) -> Any:
     """The symbol for a tensor's number of rows, if that is unknown."""
-    n = x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
+    n = x.shape[0] if isinstance(x, Tensor) and not has_shape(x) else 0
     return n.node.expr if isinstance(n, torch.SymInt) else None
 
 

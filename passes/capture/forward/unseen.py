@@ -127,8 +127,9 @@ class Unseen(TorchFunctionMode):
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
-        if not torch.compiler.is_dynamo_compiling():  # a part, as of torch.cond
-            note_outside(self.names, func, (args, kwargs), result)
-            self.known.note(func, args, kwargs or {}, result)
-        self.read = read_by(func, args, result) or self.read
+        with torch._C.DisableTorchFunction():  # what looks at a call is no call
+            if not torch.compiler.is_dynamo_compiling():  # a part, as of torch.cond
+                note_outside(self.names, func, (args, kwargs), result)
+                self.known.note(func, args, kwargs or {}, result)
+            self.read = read_by(func, args, result) or self.read
         return self.guards.note(func, args, kwargs or {}, result)
