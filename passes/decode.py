@@ -3,8 +3,8 @@
     decode(StageSpec, data, "stages[0] of program.json", ProgramError)
 
 The types say what is legal: dataclasses (all of their fields, and no others), tuples,
-mappings of text, unions, numbers, text and truth. An int will do for a float, and True
-for neither.
+mappings of text, unions, numbers, text and truth; and types that `parse` the text that
+they are written as. An int will do for a float, and True for neither.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class _Reader:
             return self.read_row(origin, of, data, where)
         if isinstance(origin, type) and issubclass(origin, Mapping):
             return self.read_mapping(of, data, where)
+        if hasattr(kind, "parse"):
+            return kind.parse(self.read(str, data, where))
         assert is_dataclass(kind), f"no rule reads {kind}"
         return self.read_dataclass(kind, data, where)
 

@@ -327,13 +327,10 @@ class Plan:
             raise PlanError("the plan is not a JSON object", fix=AGAIN)
         if data.pop("format", None) != FORMAT:
             raise PlanError(f"the plan is not of format {FORMAT}", fix=AGAIN)
-        if isinstance(data.get("mesh"), str):
-            axes = Mesh.parse(data["mesh"]).axes
-            data["mesh"] = {"axes": [list(axis) for axis in axes]}
-        elif "mesh" in data:
-            raise PlanError(f"'mesh' in the plan is {shown(data['mesh'])}", fix=MESH)
-        else:
+        if "mesh" not in data:
             raise PlanError("the plan has no mesh", fix=MESH)
+        if not isinstance(data["mesh"], str):
+            raise PlanError(f"'mesh' in the plan is {shown(data['mesh'])}", fix=MESH)
         plan: Plan = decode(cls, data, "the plan", PlanError, USUAL)
         return plan
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.machine.cluster_file import cluster_data, cluster_from
-from autopar.passes.decode import decode_fields, parse_json
+from autopar.passes.decode import decode, decode_fields, parse_json
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE
@@ -127,8 +127,6 @@ VERSIONS = ("autopar", "torch")
 MOST = 1e30  # of a number: sums of more have no end
 # What JSON has otherwise than the dataclasses do, or beside them.
 WRITTEN = {"cluster": dict[str, Any], "profile": str, "best": tuple[Any, ...]}
-CHOSEN = {"mesh": str}
-ESTIMATED = {"candidate": dict[str, Any]}
 
 
 def estimate_data(e: Estimate) -> dict[str, Any]:
@@ -149,12 +147,9 @@ def estimate_data(e: Estimate) -> dict[str, Any]:
 
 def _estimate(where: str, data: Any) -> Estimate:
     _check_ends(where, data)
-    read = decode_fields(Estimate, data, where, EstimateError, AGAIN, ESTIMATED)
-    place, chosen = f"the candidate in {where}", read["candidate"]
-    decided = decode_fields(Candidate, chosen, place, EstimateError, AGAIN, CHOSEN)
-    candidate = Candidate(**{**decided, "mesh": Mesh.parse(decided["mesh"])})
+    e: Estimate = decode(Estimate, data, where, EstimateError, AGAIN)
+    candidate = e.candidate
     _check_candidate(where, candidate)
-    e = Estimate(**{**read, "candidate": candidate})
     ranks = candidate.mesh.pipeline_ranks
     counts = {"memory": ranks, "once": ranks, "stages": len(candidate.layers)}
     for key, count in counts.items():
