@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 from typing import Any
 
@@ -30,7 +29,7 @@ from autopar.passes.shard.layout import extent
 from autopar.passes.traced import Traced
 from autopar.proof.ranks import VerificationFailed
 from autopar.runtime.comm.fake_comm import FakeComm
-from autopar.runtime.comm.work import Arrived, Work
+from autopar.runtime.comm.work import Arrived, Call, Work
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import play
 from autopar.runtime.execute.running_stage import load_module
@@ -40,22 +39,8 @@ from autopar.runtime.parameters.shards import local_shape
 UNKNOWN = "Cannot copy out of meta tensor", "on tensor on meta", "meta tensors"
 
 
-@dataclass(frozen=True)
-class Call:
-    """A collective as a rank announces it. shape: None for the length of an open
-    dim."""
-
-    function: str
-    kind: str
-    axes: tuple[str, ...]
-    shape: tuple[int | None, ...]
-    dtype: str
-    detail: tuple[tuple[str, Any], ...]
-
-    def __str__(self) -> str:
-        shape = ", ".join("?" if n is None else str(n) for n in self.shape)
-        text = f"{self.kind} over {','.join(self.axes)} of {self.dtype}[{shape}]"
-        return f"{text} in {self.function}"
+Heard = tuple[str, Call]
+"""The function that made a call, and the call."""
 
 
 class Listener(FakeComm):
@@ -63,7 +48,7 @@ class Listener(FakeComm):
 
     def __init__(self, mesh: Mesh, microbatches: int, rank: int) -> None:
         super().__init__(mesh, microbatches, META, rank)
-        self.calls: list[Call] = []
+        self.calls: list[Heard] = []
         self.draws: dict[str, list[int]] = {}  # function -> their numbers, in order
         self.function = ""
 
@@ -90,25 +75,8 @@ class Listener(FakeComm):
     ) -> Work:
         return Arrived(x.new_empty(counts[ranks.index(self.rank)]))  # not one by one
 
-    def _enter(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        x: Tensor,
-        open_dim: int | None = None,
-        **detail: Any,
-    ) -> tuple[int, ...]:
-        shape: list[int | None] = list(x.shape)
-        if open_dim is not None:
-            shape[open_dim] = None
-        told = tuple(sorted((k, _plain(v)) for k, v in detail.items()))
-        call = Call(self.function, kind, axes, tuple(shape), str(x.dtype)[6:], told)
-        self.calls.append(call)
-        return super()._enter(kind, axes, x, open_dim, **detail)
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | tuple) else value
+    def _announce(self, call: Call) -> None:
+        self.calls.append((self.function, call))
 
 
 def check_full_size(program: Program, traced: Traced) -> tuple[CutShort, ...]:
@@ -118,7 +86,7 @@ def check_full_size(program: Program, traced: Traced) -> tuple[CutShort, ...]:
     Raises VerificationFailed.
     """
     check(program.schedule)
-    modules: dict[tuple[int, str], list[Call]] = {}
+    modules: dict[tuple[int, str], list[Heard]] = {}
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
     cut: list[CutShort] = []
     numbers = _numbers(traced) if program.draw or program.has_dropout else []
@@ -260,17 +228,17 @@ def _statement(error: BaseException) -> tuple[str, str]:
 
 
 def _check_meetings(
-    program: Program, index: int, modules: Mapping[tuple[int, str], list[Call]]
+    program: Program, index: int, modules: Mapping[tuple[int, str], list[Heard]]
 ) -> None:
     """Ranks that share an axis make the same calls over it, in the same order."""
     mesh, stage = program.mesh, program.stages[index]
-    if len(set(stage.modules.values())) < 2:
+    keys = set(stage.modules.values())
+    if len(keys) < 2:
         return
-    over = {call.axes for key in stage.modules.values() for call in modules[index, key]}
-    for axes in over:
+    for axes in {call.axes for key in keys for _, call in modules[index, key]}:
         calls = {
-            key: [call for call in modules[index, key] if call.axes == axes]
-            for key in set(stage.modules.values())
+            key: [heard for heard in modules[index, key] if heard[1].axes == axes]
+            for key in keys
         }
         groups: dict[str, dict[str, int]] = {}  # -> its modules, a rank of each
         for text, key in stage.modules.items():
@@ -286,14 +254,14 @@ def _check_meetings(
             _check_same(calls[mine], calls[theirs], *met)
 
 
-def _check_same(left: list[Call], right: list[Call], rank: int, other: int) -> None:
-    for number in range(max(len(left), len(right))):
-        a = left[number] if number < len(left) else None
-        b = right[number] if number < len(right) else None
+def _check_same(left: list[Heard], right: list[Heard], rank: int, other: int) -> None:
+    for pair in zip_longest(left, right):
+        a, b = (heard and (heard[0], heard[1].common()) for heard in pair)
         if a != b:
+            ours, theirs = (f"{x[1]} in {x[0]}" if x else "nothing more" for x in pair)
             raise VerificationFailed(
-                f"ranks {rank} and {other} do not meet: {a or 'nothing more'} on the "
-                f"one, {b or 'nothing more'} on the other"
+                f"ranks {rank} and {other} do not meet: {ours} on the one, {theirs} on "
+                "the other"
             )
 
 

@@ -30,6 +30,7 @@ from autopar.runtime.comm.flat_buffers import (
 from autopar.runtime.comm.local_ops import LocalOps
 from autopar.runtime.comm.work import (
     Arrived,
+    Call,
     CoalescedWork,
     Summed,
     Traffic,
@@ -310,7 +311,11 @@ class Collectives(LocalOps, ABC):
         traffic = self.log[kind, axes]
         traffic.calls += 1
         traffic.bytes += x.numel() * x.element_size()
+        self._announce(Call(kind, axes, x.dtype, tuple(x.shape), open_dim, detail))
         return self.ranks(axes)
+
+    def _announce(self, call: Call) -> None:
+        """Tells what all ranks of a group are to call, where anybody listens."""
 
     def _extents(
         self, x: Tensor, axis: Axes, dim: int, whole: int | None

@@ -18,8 +18,8 @@ from torch import Tensor
 from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.scheduler import Stopped
-from autopar.runtime.comm.virtual_world import Call, Joined, Message, Reducing, World
-from autopar.runtime.comm.work import Arrived, Work, sum_in_order
+from autopar.runtime.comm.virtual_world import Joined, Message, Reducing, World
+from autopar.runtime.comm.work import Arrived, Call, Work, sum_in_order
 
 T = TypeVar("T")
 
@@ -145,16 +145,8 @@ class VirtualComm(Comm):
         self._world.post(message)
         return message
 
-    def _enter(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        x: Tensor,
-        open_dim: int | None = None,
-        **detail: Any,
-    ) -> tuple[int, ...]:
-        self._call = Call(kind, axes, x.dtype, tuple(x.shape), open_dim, detail)
-        return super()._enter(kind, axes, x, open_dim, **detail)
+    def _announce(self, call: Call) -> None:
+        self._call = call
 
     def _meet(
         self,

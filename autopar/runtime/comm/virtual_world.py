@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from autopar.passes.graph_text import DTYPES
 from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import CommError
 from autopar.runtime.comm.scheduler import CooperativeScheduler
-from autopar.runtime.comm.work import Work
+from autopar.runtime.comm.work import Call, Work, typed
 
 
 class Deadlock(CommError):
@@ -23,32 +21,6 @@ class Deadlock(CommError):
 
 class Mismatch(CommError):
     """Ranks that meet do not make the same call. The text shows each rank's call."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective as one rank calls it."""
-
-    kind: str
-    axes: tuple[str, ...] = ()
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    open_dim: int | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
-
-    def common(self) -> tuple[Any, ...]:
-        """The fields that must be equal on all ranks that meet."""
-        shape: list[int | None] = list(self.shape)
-        if self.open_dim is not None:
-            shape[self.open_dim] = None
-        detail = [tuple(v) if isinstance(v, list) else v for v in self.detail.values()]
-        return self.kind, self.dtype, shape, detail
-
-    def __str__(self) -> str:
-        words = [] if self.dtype is None else [_typed(self.dtype, self.shape)]
-        words += ["+".join(self.axes)] if self.axes else []
-        words += [f"{k}={v}" for k, v in self.detail.items() if v is not None]
-        return f"{self.kind}({', '.join(words)})"
 
 
 @dataclass
@@ -113,7 +85,7 @@ class Message(Work):
 
     def __str__(self) -> str:
         call, way = ("send", "to") if self.sends else ("recv", "from")
-        x = _typed(self.x.dtype, tuple(self.x.shape))
+        x = typed(self.x.dtype, tuple(self.x.shape))
         return f"{call}({x}, {way} rank {self.peer}, tag={self.tag})"
 
 
@@ -228,10 +200,6 @@ def _absent(call: Call, ranks: tuple[int, ...], meeting: Meeting) -> str:
     absent = [str(rank) for rank in ranks if rank not in meeting.calls]
     word = "rank" if len(absent) == 1 else "ranks"
     return f"waits in {call} for {word} {', '.join(absent)}"
-
-
-def _typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{DTYPES.get(dtype, str(dtype))}[{','.join(map(str, shape))}]"
 
 
 def _listed(text: str, lines: Iterable[str]) -> str:

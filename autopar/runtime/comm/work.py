@@ -1,12 +1,16 @@
-"""Handles of tensors that are on their way, and how many there were."""
+"""Calls that ranks make together, and handles of tensors that are on their way."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from autopar.passes.graph_text import DTYPES
 
 
 class Work(ABC):
@@ -14,6 +18,38 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as one rank calls it."""
+
+    kind: str
+    axes: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    open_dim: int | None = None
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def common(self) -> tuple[Any, ...]:
+        """The fields that must be equal on all ranks that meet."""
+        shape: list[int | None] = list(self.shape)
+        if self.open_dim is not None:
+            shape[self.open_dim] = None
+        detail = self.detail.items()
+        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in detail}
+        return self.kind, self.dtype, shape, plain
+
+    def __str__(self) -> str:
+        words = [] if self.dtype is None else [typed(self.dtype, self.shape)]
+        words += ["+".join(self.axes)] if self.axes else []
+        words += [f"{k}={v}" for k, v in self.detail.items() if v is not None]
+        return f"{self.kind}({', '.join(words)})"
+
+
+def typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """`f32[4,8]`."""
+    return f"{DTYPES.get(dtype, str(dtype))}[{','.join(map(str, shape))}]"
 
 
 @dataclass
