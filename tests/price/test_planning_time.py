@@ -160,7 +160,7 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
         joined.clear()
         find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, sizes={"tp": (1, 2)})
         found.append(len(joined))
-    # The whole model, its first, middle, last and last two layers; with three microbatch
+    # The whole model, its first, middle, last and last two layers; three microbatch
     # sizes; the backward in one piece and in halves; layers whole and split on tp.
     assert found == [5 * 3 * 2 * 2] * 2
 
