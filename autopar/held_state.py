@@ -32,9 +32,9 @@ from autopar.runtime.agreement.validate import check_known
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.ema import Ema
-from autopar.runtime.parameters.gradient_norm import is_owner
 from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.runtime.parameters.offload import Host
+from autopar.runtime.parameters.shards import is_owner
 from autopar.runtime.parameters.whole_updates import WholeUpdates
 from autopar.unlike_module import refuse_attribute
 
@@ -167,7 +167,7 @@ class HeldState:
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the first of those with the same part of a parameter."""
-        return is_owner(self.program, self.comm, name)
+        return is_owner(self.program, self.comm.coords, name)
 
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.program.mesh.size))

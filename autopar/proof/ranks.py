@@ -27,7 +27,7 @@ from autopar.runtime.comm.virtual import RankError, run_virtual
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.gradient_norm import gradient_norm
-from autopar.runtime.parameters.shards import owns, put_shard, take_shard
+from autopar.runtime.parameters.shards import is_owner, put_shard, take_shard
 
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 AGREE = 1e-6  # relative, of gradients that ranks should have alike
@@ -289,10 +289,9 @@ def check_owners(program: Program) -> None:
         count = torch.zeros(shape, dtype=torch.int8)
         for name in names:
             spec = program.parameters[name]
-            held_by = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
             for rank in range(mesh.size):
                 coords = mesh.coords(rank)
-                if program.holds(name, rank) and owns(spec, mesh, coords, held_by):
+                if program.holds(name, rank) and is_owner(program, coords, name):
                     mine = take_shard(count, spec, mesh, coords)
                     put_shard(count, mine + 1, spec, mesh, coords)
         if not bool((count == 1).all()):
@@ -316,9 +315,8 @@ def assemble(
         raise VerificationFailed(f"no rank has a gradient of '{name}'")
     if whole is None:
         whole = torch.full(spec.part.shape, float("nan"), dtype=first.dtype)
-    held_by = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
     for rank, shard in enumerate(shards):
-        if shard is not None and owns(spec, mesh, mesh.coords(rank), held_by):
+        if shard is not None and is_owner(program, mesh.coords(rank), name):
             put_shard(whole, shard, spec, mesh, mesh.coords(rank))
     for rank, shard in enumerate(shards):
         if shard is None:

@@ -16,7 +16,7 @@ from trained import HALF, build, compiled, optimizer, train
 import autopar
 from autopar.checkpoints.checkpoint_files import latest
 from autopar.passes.errors import AutoparError
-from autopar.runtime.parameters.shards import boxes, owns, take_shard
+from autopar.runtime.parameters.shards import boxes, is_owner, take_shard
 from examples.gpt import GPT
 
 
@@ -49,7 +49,6 @@ def test_boxes_of_owners_are_the_whole_and_no_more(make, mesh, options, most):
     for name, spec in program.parameters.items():
         count = held[spec.part.source]
         whole = torch.arange(float(count.numel())).view(count.shape)
-        ranks = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
         for rank in range(program.mesh.size):
             coords = program.mesh.coords(rank)
             shard = take_shard(whole, spec, program.mesh, coords)
@@ -59,7 +58,7 @@ def test_boxes_of_owners_are_the_whole_and_no_more(make, mesh, options, most):
                 ends = [at + n for at, n in zip(box.start, box.size, strict=True)]
                 place = tuple(map(slice, box.start, ends))
                 assert torch.equal(box.of(shard), whole[place]), name
-                count[place] += owns(spec, program.mesh, coords, ranks)
+                count[place] += is_owner(program, coords, name)
             assert sum(box.of(shard).numel() for box in found) == shard.numel()
     for name, count in held.items():
         assert bool((count == 1).all()), name

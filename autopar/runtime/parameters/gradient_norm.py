@@ -11,14 +11,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.passes.ranges import shown
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.parameters.shards import owns
-
-
-def is_owner(program: Program, comm: Comm, name: str) -> bool:
-    """Whether this rank is the first of those with the same part of a parameter."""
-    spec, schedule = program.parameters[name], program.schedule
-    ranks = tuple(schedule.stage_to_rank[s] for s in spec.stages)
-    return owns(spec, program.mesh, comm.coords, ranks)
+from autopar.runtime.parameters.shards import is_owner
 
 
 def gradient_norm(
@@ -63,7 +56,7 @@ def _squares(
     program: Program, comm: Comm, gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Sums of squares of the shards that this rank owns, float64."""
-    own = [name for name in gradients if is_owner(program, comm, name)]
+    own = [name for name in gradients if is_owner(program, comm.coords, name)]
     # Plain tensors: of shards, users must not take norms.
     grads = [gradients[name].as_subclass(Tensor) for name in own]
     real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]

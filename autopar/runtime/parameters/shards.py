@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.passes.mesh import PIPELINE, Mesh
-from autopar.passes.program import ParameterSpec
+from autopar.passes.program import ParameterSpec, Program
 
 
 def spans(
@@ -80,20 +80,13 @@ def put_shard(
     view.copy_(shard.reshape(view.shape))
 
 
-def owns(
-    spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int], ranks: tuple[int, ...]
-) -> bool:
-    """Whether this rank is the first of those that hold the same part.
-
-    ranks: the pipeline ranks of the stages that hold the parameter.
-    """
-    if coords.get(PIPELINE, 0) != ranks[0]:
+def is_owner(program: Program, coords: Mapping[str, int], name: str) -> bool:
+    """Whether a rank is the first of those with the same part of a parameter."""
+    spec = program.parameters[name]
+    if coords.get(PIPELINE, 0) != program.schedule.stage_to_rank[spec.stages[0]]:
         return False
-    return all(
-        i == 0
-        for axis, i in coords.items()
-        if axis != PIPELINE and axis not in spec.split_axes
-    )
+    others = {*coords} - {PIPELINE, *spec.split_axes}
+    return all(coords[axis] == 0 for axis in others)
 
 
 # --- boxes -------------------------------------------------------------------------
