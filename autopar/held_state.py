@@ -169,9 +169,6 @@ class HeldState:
         """Whether this rank is the first of those with the same part of a parameter."""
         return is_owner(self.program, self.comm.coords, name)
 
-    def everyone(self) -> tuple[int, ...]:
-        return tuple(range(self.program.mesh.size))
-
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Whole parameters and persistent buffers on the CPU, by the model's own names.
 

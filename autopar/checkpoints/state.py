@@ -67,7 +67,7 @@ def whole_tensors(
             if name in held and step.owns(name):
                 spec = program.parameters[name]
                 put_shard(whole, held[name], spec, program.mesh, step.comm.coords)
-        step.comm.reduce_ranks_(whole, step.everyone())
+        step.comm.reduce_ranks_(whole, step.comm.everyone)
         return whole.to("meta" if rank0_only and step.comm.rank else "cpu")
 
     for name in wanted:

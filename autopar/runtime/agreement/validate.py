@@ -111,7 +111,7 @@ def check_same(
         return
     sums = torch.zeros(world, len(named), dtype=torch.int64)
     sums[comm.rank] = torch.tensor([digest(x) for _, x in named])
-    sums = comm.reduce_ranks_(sums.to(comm.device), tuple(range(world))).cpu()
+    sums = comm.reduce_ranks_(sums.to(comm.device), comm.everyone).cpu()
     for rank in range(1, world):
         same = sums[rank] == sums[0]
         if not bool(same.all()):

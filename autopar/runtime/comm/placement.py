@@ -26,6 +26,7 @@ class Placement:
     ) -> None:
         self.mesh, self.rank, self.device = mesh, rank, device
         self.coords = mesh.coords(rank)
+        self.everyone = tuple(range(mesh.size))
         self.state = StepState(microbatches)
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 

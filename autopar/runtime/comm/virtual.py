@@ -76,7 +76,6 @@ class VirtualComm(Comm):
     ) -> None:
         super().__init__(world.mesh, rank, microbatches, device)
         self._world = world
-        self._everyone = tuple(range(world.mesh.size))
         self._call = Call("")
         self._sends: list[Message] = []
 
@@ -96,13 +95,13 @@ class VirtualComm(Comm):
         """Gathers pickled values: ranks share nothing mutable, as between processes."""
         self._call = Call("gather_object")
         return self._meet(
-            self._everyone, pickle.dumps(value), lambda values: [values] * len(values)
+            self.everyone, pickle.dumps(value), lambda values: [values] * len(values)
         )
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         self._call = Call("broadcast_object", detail={"source": source})
         pickled = self._meet(
-            self._everyone,
+            self.everyone,
             pickle.dumps(value) if self.rank == source else None,
             lambda values: [values[source]] * len(values),
         )

@@ -393,7 +393,7 @@ class Executor:
         self._unused.losses.clear()
         two = torch.stack([total, torch.zeros_like(total) + count])
         shares = torch.cat([two, *self.outputs.shares()])
-        self.comm.reduce_ranks_(shares, tuple(range(program.mesh.size)))
+        self.comm.reduce_ranks_(shares, self.comm.everyone)
         self.metrics, sums = self.outputs.told(shares[2:])
         self.written.update(sums)
         return shares[0].to(getattr(torch, program.loss_dtype)), shares[1]

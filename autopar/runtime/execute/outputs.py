@@ -64,7 +64,7 @@ class Outputs:
             dtype = getattr(torch, spec.dtype)
             summed = torch.uint8 if dtype == torch.bool else dtype
             whole = self._sum(spec, summed)
-            self.comm.reduce_ranks_(whole, tuple(range(self.program.mesh.size)))
+            self.comm.reduce_ranks_(whole, self.comm.everyone)
             outputs[name] = whole.to(dtype)
         return outputs
 

@@ -24,7 +24,7 @@ def gradient_norm(
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
     if own := _squares(program, comm, gradients):
         total += torch.stack([*own.values()]).sum().to(total.device)
-    comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
+    comm.reduce_ranks_(total, comm.everyone)
     return total.sqrt()
 
 
@@ -47,7 +47,7 @@ def gradient_norms(
         squares = torch.stack([*own.values()]).to(total.device)
         counted = torch.stack([squares, torch.ones_like(squares)], 1)
         total.index_add_(0, rows.to(total.device), counted)
-    comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
+    comm.reduce_ranks_(total, comm.everyone)
     norms, shards = total[:, 0].sqrt(), total[:, 1].tolist()
     return {name: norms[i] for name, i in places.items() if shards[i]}
 
