@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from autopar.passes.graph_text import type_text
 from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import CommError
 from autopar.runtime.comm.scheduler import CooperativeScheduler
-from autopar.runtime.comm.work import Call, Work, typed
+from autopar.runtime.comm.work import Call, Work
 
 
 class Deadlock(CommError):
@@ -85,7 +86,7 @@ class Message(Work):
 
     def __str__(self) -> str:
         call, way = ("send", "to") if self.sends else ("recv", "from")
-        x = typed(self.x.dtype, tuple(self.x.shape))
+        x = type_text(tuple(self.x.shape), self.x.dtype)
         return f"{call}({x}, {way} rank {self.peer}, tag={self.tag})"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.graph_text import DTYPES
+from autopar.passes.graph_text import type_text
 
 
 class Work(ABC):
@@ -41,15 +41,10 @@ class Call:
         return self.kind, self.dtype, shape, plain
 
     def __str__(self) -> str:
-        words = [] if self.dtype is None else [typed(self.dtype, self.shape)]
+        words = [] if self.dtype is None else [type_text(self.shape, self.dtype)]
         words += ["+".join(self.axes)] if self.axes else []
         words += [f"{k}={v}" for k, v in self.detail.items() if v is not None]
         return f"{self.kind}({', '.join(words)})"
-
-
-def typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """`f32[4,8]`."""
-    return f"{DTYPES.get(dtype, str(dtype))}[{','.join(map(str, shape))}]"
 
 
 @dataclass
