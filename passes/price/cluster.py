@@ -96,6 +96,15 @@ class Device:
         flops = {**self.flops, "float32": self.flops[TF32]}
         return replace(device, flops=flops, ops=ops)
 
+    def seconds(
+        self, launches: float = 0.0, moved: float = 0.0, work: float = 0.0
+    ) -> float:
+        """Seconds of kernels: of their launches, of bytes that they move, and of work,
+        seconds of products at the peak. The three add up, so products that are small
+        or thin are slow, as they are."""
+        speed = self.bytes_per_second * self.bandwidth_efficiency
+        return self.launch * launches + moved / speed + work / self.efficiency
+
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in a dtype, float32's if unknown."""
         return self.flops.get(dtype, self.flops["float32"])

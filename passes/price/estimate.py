@@ -183,8 +183,7 @@ def update_seconds(account: Account, device: Device) -> float:
     """Seconds of the optimizer, as measured, else by its memory traffic."""
     if device.ops.update:
         return account.update
-    speed = device.bytes_per_second * device.bandwidth_efficiency
-    return OPTIMIZER_TRAFFIC * account.held.trained / speed
+    return device.seconds(moved=OPTIMIZER_TRAFFIC * account.held.trained)
 
 
 def estimate(

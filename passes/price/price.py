@@ -136,17 +136,10 @@ def retimed(account: Account, device: Device) -> Account:
 
 
 def retimed_part(part: PartCost, device: Device) -> PartCost:
-    """A kernel is launched, moves its bytes, and multiplies. The three add up, so
-    products that are small or thin are slow, as they are."""
-    speed = device.bytes_per_second * device.bandwidth_efficiency
-    seconds = (
-        device.launch * part.launches
-        + part.moved / speed
-        + part.work / device.efficiency
-        + part.attention
-        + (part.measured + part.between + part.beyond)
-    )
-    return replace(part, seconds=seconds)
+    """The part with seconds of its kernels, and what nodes were measured to take."""
+    seconds = device.seconds(part.launches, part.moved, part.work) + part.attention
+    measured = part.measured + part.between + part.beyond
+    return replace(part, seconds=seconds + measured)
 
 
 def _whole(node: Node) -> int:

@@ -140,7 +140,6 @@ class _Shares:
         parts[where] = _with(parts[where], moves)
         halves = {"backward": account.backward, "weight": account.weight}
         scattered = max(1, sum(map(_scattered, halves.values())))
-        speed = device.bytes_per_second * device.bandwidth_efficiency
         for name, part in halves.items():
             moves = scatters = self.messages("reduce_scatter", part.scattered, True)
             if zero == 3:
@@ -150,9 +149,8 @@ class _Shares:
             if zero > 1:
                 own += part.made if among else part.made - part.made_of_experts
             where = name if zero > 1 else "step"
-            seconds = device.launch * own.launches + own.moved / speed
-            seconds += own.work / device.efficiency + own.seconds
-            parts[where] = _with(parts[where], moves, own, seconds)
+            seconds = device.seconds(own.launches, own.moved, own.work)
+            parts[where] = _with(parts[where], moves, own, seconds + own.seconds)
         return parts.values()
 
     def casts_less(self, device: Device) -> PartCost:

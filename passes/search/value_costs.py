@@ -140,12 +140,10 @@ class ValueCosts:
         if not self.flows:
             return 0.0, 0.0, float(amount)
         share = 1.0 / setting.sharded.plan.microbatches
-        device = setting.device
-        speed = device.bytes_per_second * device.bandwidth_efficiency
         # Gradients go together, so each only adds its bytes to the message.
         link = setting.link.without_latency()
         reduction = link.seconds("all_reduce", amount) if have == V else 0.0
-        update = OPTIMIZER_TRAFFIC * amount / speed
+        update = setting.device.seconds(moved=OPTIMIZER_TRAFFIC * amount)
         return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATES))
 
     def _residual_seconds(self, have: State, uses: Sequence[Use]) -> float:
