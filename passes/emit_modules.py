@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from .emit.emit import emit
+from .mesh import Split
 from .program import coords_text
 from .shard.sharding import local_extent
 from .stage.check_alike import check_alike
@@ -72,9 +73,6 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
         check_alike(ranks, {key: local for key, (_, local) in texts.items()})
         emitted.append(EmittedStage(stage, keys, texts))
     return tuple(emitted)
-
-
-Split = tuple[int, tuple[str, ...]]  # the extent of a dim, and the axes that split it
 
 
 def find_splits(stage: Stage) -> list[Split]:

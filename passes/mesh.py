@@ -109,6 +109,9 @@ def usual_split() -> dict[str, tuple[str, ...]]:
 Axes = str | tuple[str, ...]
 """One axis, or several that ranks meet on at once, outermost first."""
 
+Split = tuple[int, tuple[str, ...]]
+"""The extent of a named dim, whole, and the axes that split it, outermost first."""
+
 
 class MeshError(AutoparError):
     """A mesh that cannot be, or a question about an axis or rank that it lacks."""

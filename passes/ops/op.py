@@ -17,7 +17,7 @@ from torch import Tensor
 from ..atoms import Atoms
 from ..graph import OWN, Node, Value, without_overload
 from ..graph_text import OURS
-from ..mesh import Axes
+from ..mesh import Axes, Split
 from ..ops.notation import Role
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Place(Protocol):
     def axes_of(self, v: Value, dim: int) -> tuple[str, ...]:
         """The axes that split a dim of one factor."""
 
-    def position(self, v: Value, dim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def position(self, v: Value, dim: int) -> tuple[Split, ...]:
         """The factors of a dim, each its global extent and the axes that split it."""
 
     def is_varying(self, v: Value, axes: Axes) -> bool:

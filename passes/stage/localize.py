@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ..dims.name_dims import Dims
 from ..graph import Node, Value
-from ..mesh import Axes, as_axes
+from ..mesh import Axes, Split, as_axes
 from ..ops.op import op_of
 from ..shard.sharding import Sharding
 
@@ -68,7 +68,7 @@ class Localizer:
         """Whether ranks along the axes each do something else with the value."""
         return set(as_axes(axes)) <= self.shardings[v.name].varying
 
-    def position(self, v: Value, dim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def position(self, v: Value, dim: int) -> tuple[Split, ...]:
         """The factors of a dim, each its global extent and the axes that split it."""
         factors, slots = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
         return tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.mesh import Axes, Mesh, as_axes
+from autopar.passes.mesh import Axes, Mesh, Split, as_axes
 from autopar.passes.shard.layout import extent
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.coalesced import Layout
@@ -227,8 +227,8 @@ class Collectives(LocalOps, ABC):
         mask: Tensor | None,
         is_causal: bool,
         scale: float | None,
-        rows: ring_attention.Split,
-        keys: ring_attention.Split,
+        rows: tuple[Split, ...],
+        keys: tuple[Split, ...],
         axis: str | None = None,
         window: int | None = None,
         documents: Tensor | None = None,
@@ -253,8 +253,8 @@ class Collectives(LocalOps, ABC):
         mask: Tensor | None,
         is_causal: bool,
         scale: float | None,
-        rows: ring_attention.Split,
-        keys: ring_attention.Split,
+        rows: tuple[Split, ...],
+        keys: tuple[Split, ...],
         axis: str | None = None,
         window: int | None = None,
         documents: Tensor | None = None,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.passes.mesh import Split
 from autopar.passes.ops.random import Kind
 from autopar.passes.shard.layout import Pieces, extent
 from autopar.runtime import kernels
@@ -22,42 +23,32 @@ class LocalOps(Placement):
     """The calls of emitted code that a rank answers by itself."""
 
     def dropout_counters(
-        self,
-        number: int,
-        position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
+        self, number: int, position: tuple[tuple[Split, ...], ...]
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the random bits of dropout `number` of the model are mixed from in my
         part of a tensor: int64 [all but the last extent, 1] and [last], to be added up.
 
-        position: for each dim, its factors: (global extent, axes that split it).
+        position: for each dim, its named dims.
         None where there is no dropout, as while evaluating.
         """
         if self.state.evaluating or not self.state.masks:
             return None, None
-        dims = [
-            [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position
-        ]
+        dims = [[(n, self.pieces(n, axes)) for n, axes in dim] for dim in position]
         return kernels.counters(self.state.key, number, dims, self.device)
 
     def draw(
         self,
         kind: Kind,
         number: int,
-        position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
+        position: tuple[tuple[Split, ...], ...],
         dtype: torch.dtype,
     ) -> Tensor:
         """Random numbers of a kind, of my part of a tensor: as of dropout."""
-        dims = [
-            [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position
-        ]
+        dims = [[(n, self.pieces(n, axes)) for n, axes in dim] for dim in position]
         return kernels.draw(kind, self.state.key, number, dims, self.device, dtype)
 
     def choose(
-        self,
-        x: Tensor,
-        k: int,
-        number: int,
-        position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
+        self, x: Tensor, k: int, number: int, position: tuple[tuple[Split, ...], ...]
     ) -> Tensor:
         """The places of the k largest scores of my rows: x [..., n] -> int64 [..., k];
         or what a replay tells them. number, position: as of dropout, but of rows."""
@@ -70,8 +61,8 @@ class LocalOps(Placement):
             rows = rows.index_select(dim, self.positions(factors))
         return replay.take(x, own, rows, (number, self.rank, self.state.microbatch))
 
-    def positions(self, factors: tuple[tuple[int, tuple[str, ...]], ...]) -> Tensor:
-        """The rows of a dim that are mine: int64. factors: (global extent, axes)."""
+    def positions(self, factors: tuple[Split, ...]) -> Tensor:
+        """The rows of a dim that are mine: int64. factors: the dim's."""
         rows = torch.zeros(1, dtype=torch.int64, device=self.device)
         for n, axes in factors:
             mine = kernels.positions(self.pieces(n, axes), self.device)
@@ -80,7 +71,7 @@ class LocalOps(Placement):
 
     def causal_mask(
         self,
-        position: tuple[tuple[int, tuple[str, ...]], ...],
+        position: tuple[Split, ...],
         columns: int,
         window: int | None = None,
         documents: Tensor | None = None,
@@ -90,7 +81,7 @@ class LocalOps(Placement):
         documents [B,columns], those of the row's own, [B,1,my rows,columns]; shown,
         bool [B,columns]: keys that any row may see.
 
-        position: the factors of the dim of rows: (global extent, axes that split it).
+        position: the named dims of the dim of rows.
         window: keys up to its own that a row sees at most.
         """
         rows, keys = self.positions(position), torch.arange(columns)

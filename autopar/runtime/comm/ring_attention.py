@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.passes.mesh import Split
 from autopar.passes.shard.documents import Run, document_tiles
 from autopar.passes.shard.layout import Pieces, Tile, causal_tiles, extent, window_tiles
+from autopar.runtime.comm.work import Work
 from autopar.runtime.kernels.sdpa import (
     Gradients,
     attention_backward,
@@ -31,9 +33,6 @@ from autopar.runtime.kernels.sdpa import (
 
 if TYPE_CHECKING:
     from autopar.runtime.comm.collectives import Collectives
-    from autopar.runtime.comm.work import Work
-
-Split = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ def forward(
     comm: Collectives,
     qkv: tuple[Tensor, Tensor, Tensor],
     scoring: Scoring,
-    rows: Split,
-    keys: Split,
+    rows: tuple[Split, ...],
+    keys: tuple[Split, ...],
     axis: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B,H,S,V] of q's dtype, and lse [B,H,S] in float32 or wider, 0 where a row
@@ -102,8 +101,8 @@ def backward(
     qkv: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor],
     scoring: Scoring,
-    rows: Split,
-    keys: Split,
+    rows: tuple[Split, ...],
+    keys: tuple[Split, ...],
     axis: str | None,
 ) -> Gradients:
     """dq, dk and dv, shaped as q and as my own k and v. results: out and lse.
@@ -159,7 +158,7 @@ def _add_gradients(
 
 
 def _visits(
-    comm: Collectives, k: Tensor, v: Tensor, keys: Split, axis: str | None
+    comm: Collectives, k: Tensor, v: Tensor, keys: tuple[Split, ...], axis: str | None
 ) -> Iterator[Visit]:
     """My own keys and values, then those of the rank before, and so on round the ring;
     while some are at work the next are under way."""
@@ -202,7 +201,7 @@ def _unpacked(flat: Tensor, *shapes: torch.Size) -> tuple[Tensor, ...]:
     )
 
 
-def _pieces(comm: Collectives, split: Split) -> Pieces:
+def _pieces(comm: Collectives, split: tuple[Split, ...]) -> Pieces:
     ((n, axes),) = split
     return comm.pieces(n, axes)
 
