@@ -124,16 +124,16 @@ def _check_draws(
     itself. What is computed again has one of these, each once. numbers: the model's.
     first: of this stage, None if it is not known. Returns the first of the next."""
     own = drawn.get("forward", [])
-    new = own if first is None else [n for n in own if n >= first]
-    start = new[0] if first is None and new else first or 0
-    told = new == [n for n in numbers if n >= start][: len(new)]
+    draws = own if first is None else [n for n in own if n >= first]
+    start = draws[0] if first is None and draws else first or 0
+    in_turn = draws == [n for n in numbers if n >= start][: len(draws)]
     again = [n for name, nodes in drawn.items() if name != "forward" for n in nodes]
-    if not told or len({*again}) < len(again) or not {*again} <= {*own}:
+    if not in_turn or len({*again}) < len(again) or not {*again} <= {*own}:
         raise VerificationFailed(
             f"stage {stage} draws random numbers {own}, and again {again}, which "
             "are not the model's"
         )
-    return new[-1] + 1 if new else start
+    return draws[-1] + 1 if draws else start
 
 
 def _first_ranks(program: Program, stage: int) -> dict[str, int]:
@@ -149,9 +149,9 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for text, key in program.stages[stage].modules.items():
         coords = _coords(program, stage, text)
-        own = [local_shape(spec, mesh, coords) for spec in specs.values()]
+        local_shapes = [local_shape(spec, mesh, coords) for spec in specs.values()]
         rank = mesh.rank(coords)
-        if shapes.setdefault(key, own) != own:
+        if shapes.setdefault(key, local_shapes) != local_shapes:
             raise VerificationFailed(
                 f"ranks {first[key]} and {rank} run one module of stage {stage}, with "
                 "shares of other shapes"
@@ -162,8 +162,8 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
 
 def _coords(program: Program, stage: int, text: str) -> dict[str, int]:
     """A rank that runs a stage; text: coordinates that the stage tells, without pp."""
-    told = dict(part.split("=") for part in text.split(",") if part)
-    coords = {axis: int(told.get(axis, 0)) for axis, _ in program.mesh.axes}
+    stated = dict(part.split("=") for part in text.split(",") if part)
+    coords = {axis: int(stated.get(axis, 0)) for axis, _ in program.mesh.axes}
     if PIPELINE in coords:
         coords[PIPELINE] = program.schedule.stage_to_rank[stage]
     return coords

@@ -159,9 +159,9 @@ def check_before(
     others = [name for name, now in wanted.items() if before[name] != now]
     if others:
         had = {name: f"{flags[name]} {before[name]}" for name in others}
-        told = [f"{had[name]}, but this has {wanted[name]}" for name in others]
+        changes = [f"{had[name]}, but this has {wanted[name]}" for name in others]
         raise CheckpointError(
-            f"the run in '{checkpoint}' had {'; '.join(told)}",
+            f"the run in '{checkpoint}' had {'; '.join(changes)}",
             fix=f"go on with {' '.join(had.values())}, or start anew with another "
             "--save",
         )

@@ -150,7 +150,7 @@ class ValueCosts:
         """Bytes kept for the backward: in each state that a backward reads it in. As it
         is made it is kept once with all views of its storage."""
         read = {place_of(need.of(have)) for own, keeps in uses if keeps for need in own}
-        made = place_of(have)
-        places = (read or {made}) if self.is_residual else read - {made}
+        produced = place_of(have)
+        places = (read or {produced}) if self.is_residual else read - {produced}
         size = sum(self.setting.bytes_of(self.v, place or R) for place in places)
         return float(size * self.setting.in_flight)

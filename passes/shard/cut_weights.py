@@ -194,9 +194,9 @@ class _Cutter:
             part = Part(of.source, of.shape, tuple(start))
             name = part_name(part, shape)
             piece = replace(cut.weight, name=name, shape=tuple(shape))
-            made = [v for node in cut.splits if (v := node.outs[i]) is not None]
-            uses = [need for v in made for need in self.uses[v.name]]
-            dims = self.dims[made[0].name] if made else self.unread(cut, size)
+            results = [v for node in cut.splits if (v := node.outs[i]) is not None]
+            uses = [need for v in results for need in self.uses[v.name]]
+            dims = self.dims[results[0].name] if results else self.unread(cut, size)
             state = parameter_sharding(dims, uses, plan, shared=True)
             state = state.with_varying(varying_axes(state, uses, plan.axes))
             self.dims[name], self.states[name] = dims, state
@@ -226,5 +226,5 @@ class _Cutter:
     def unread(self, cut: Cut, size: int) -> Dims:
         """The dims of a piece that nothing reads."""
         dims = self.dims[cut.weight.name]
-        own = (Dim(-1, "unread", size),)
-        return (*dims[: cut.dim], own, *dims[cut.dim + 1 :])
+        unread = (Dim(-1, "unread", size),)
+        return (*dims[: cut.dim], unread, *dims[cut.dim + 1 :])

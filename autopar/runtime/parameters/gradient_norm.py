@@ -22,8 +22,8 @@ def gradient_norm(
     gradients: this rank's shards, by name, on any device.
     """
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
-    if own := _squares(program, comm, gradients):
-        total += torch.stack([*own.values()]).sum().to(total.device)
+    if squares := _squares(program, comm, gradients):
+        total += torch.stack([*squares.values()]).sum().to(total.device)
     comm.reduce_ranks_(total, comm.everyone)
     return total.sqrt()
 
@@ -38,13 +38,13 @@ def gradient_norms(
     gradients: this rank's shards, by name, on any device.
     """
     places = {source: i for i, source in enumerate(program.sources)}
-    own = _squares(program, comm, gradients)
+    square_of = _squares(program, comm, gradients)
     # Of each its square, and how many shards have a gradient.
     total = torch.zeros(len(places), 2, dtype=torch.float64, device=comm.device)
-    if own:
-        sources = [program.parameters[name].part.source for name in own]
+    if square_of:
+        sources = [program.parameters[name].part.source for name in square_of]
         rows = torch.tensor([places[source] for source in sources])
-        squares = torch.stack([*own.values()]).to(total.device)
+        squares = torch.stack([*square_of.values()]).to(total.device)
         counted = torch.stack([squares, torch.ones_like(squares)], 1)
         total.index_add_(0, rows.to(total.device), counted)
     comm.reduce_ranks_(total, comm.everyone)
@@ -56,14 +56,14 @@ def _squares(
     program: Program, comm: Comm, gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Sums of squares of the shards that this rank owns, float64."""
-    own = [name for name in gradients if is_owner(program, comm.coords, name)]
+    owned = [name for name in gradients if is_owner(program, comm.coords, name)]
     # Plain tensors: of shards, users must not take norms.
-    grads = [gradients[name].as_subclass(Tensor) for name in own]
+    grads = [gradients[name].as_subclass(Tensor) for name in owned]
     real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
     if not real:
         return {}
     norms = torch._foreach_norm(real, 2, dtype=torch.float64)  # by a few kernels
-    return dict(zip(own, torch._foreach_pow(norms, 2), strict=True))
+    return dict(zip(owned, torch._foreach_pow(norms, 2), strict=True))
 
 
 @torch.no_grad()
@@ -98,6 +98,6 @@ def clip_(
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for grad in (*flats, *loose):
         alike.setdefault((grad.dtype, grad.device), []).append(grad)
-    for (dtype, device), own in alike.items():
-        torch._foreach_mul_(own, scale.to(device, dtype))
+    for (dtype, device), grads_alike in alike.items():
+        torch._foreach_mul_(grads_alike, scale.to(device, dtype))
     return norm

@@ -65,14 +65,14 @@ class Profile:
         """Seconds of a step: while profiled, before that (of all but the first, which
         warms up), and as predicted."""
         means = {"profiled": self.traced, "before that": self.plain[1:]}
-        told = [f"{_mean(t):.4g} s {name}" for name, t in means.items() if t]
+        parts = [f"{_mean(t):.4g} s {name}" for name, t in means.items() if t]
         if self.predicted is None:
-            told.append("nothing predicted: autopar plan did not make this plan")
+            parts.append("nothing predicted: autopar plan did not make this plan")
         else:
-            told.append(f"{self.predicted:.4g} s predicted")
+            parts.append(f"{self.predicted:.4g} s predicted")
         first, last = self.steps[0], self.steps[-1]
         return (
-            f"steps {first} to {last}: {', '.join(told)}\n"
+            f"steps {first} to {last}: {', '.join(parts)}\n"
             f"traces of all ranks: {self.path.parent} (chrome://tracing, Perfetto)"
         )
 
