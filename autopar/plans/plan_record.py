@@ -131,18 +131,9 @@ WRITTEN = {"cluster": dict[str, Any], "profile": str, "best": tuple[Any, ...]}
 
 def estimate_data(e: Estimate) -> dict[str, Any]:
     """An estimate as values for JSON."""
-    return {
-        "candidate": {**asdict(e.candidate), "mesh": str(e.candidate.mesh)},
-        "seconds": e.seconds,
-        "memory": [dict(terms) for terms in e.memory],
-        "parts": dict(e.parts),
-        "bubble": e.bubble,
-        "flops": e.flops,
-        "stages": [asdict(stage) for stage in e.stages],
-        "once": [dict(terms) for terms in e.once],
-        "whole_layers": e.whole_layers,
-        "sources": {kind: dict(shares) for kind, shares in e.sources.items()},
-    }
+    data = asdict(e)
+    data["candidate"]["mesh"] = str(e.candidate.mesh)
+    return data
 
 
 def _estimate(where: str, data: Any) -> Estimate:
