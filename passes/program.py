@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from .schedule.memory import RankMemory
 from .schedule.schedule import Schedule
 
 FORMAT = 6
+ELSEWHERE = frozenset({"plan", "modules", "proof"})  # in other files of a plan
 
 
 @dataclass(frozen=True)
@@ -333,31 +334,16 @@ class Program:
         return once * ranks * self.plan.microbatches
 
     def to_json(self) -> str:
-        """Everything but the module texts and the plan: see `passes.read_program`."""
+        """The text of program.json, which `passes.read_program` reads."""
+        own = (f.name for f in fields(self) if f.name not in ELSEWHERE)
         data = {
             "format": FORMAT,
+            **{name: getattr(self, name) for name in own},
             "schedule": str(self.schedule).split("\n"),
-            "stages": [asdict(s) for s in self.stages],
-            "tensors": {k: asdict(v) for k, v in self.tensors.items()},
-            "joined": {k: list(v) for k, v in self.joined.items()},
-            "buffers": {k: asdict(v) for k, v in self.buffers.items()},
-            "aliases": dict(self.aliases),
-            "inputs": {k: list(v) for k, v in self.inputs.items()},
-            "loss_pending": list(self.loss_pending),
-            "loss_dtype": self.loss_dtype,
             "literals": {k: _pack(t) for k, t in self.literals.items()},
-            "groups": list(self.groups),
-            "communication": [asdict(c) for c in self.communication],
-            "memory": [asdict(m) for m in self.memory],
-            "remarks": list(self.remarks),
-            "ranges": {k: asdict(v) for k, v in self.ranges.items()},
-            "outputs": {k: asdict(v) for k, v in self.outputs.items()},
-            "metrics": self.metrics,
             "updates": {k: str(v).split("\n") for k, v in self.updates.items()},
-            "known": dict(self.known),
-            "own_masks": self.own_masks,
         }
-        return json.dumps(data, indent=1) + "\n"
+        return json.dumps(data, indent=1, default=asdict) + "\n"
 
 
 def coords_text(coords: Mapping[str, int]) -> str:

@@ -14,12 +14,11 @@ from .decode import decode_fields, parse_json
 from .errors import AutoparError
 from .graph import Graph, InvalidGraph
 from .plan import AGAIN, Plan
-from .program import FORMAT, ParameterSpec, Program, coords_text
+from .program import ELSEWHERE, FORMAT, ParameterSpec, Program, coords_text
 from .schedule.footprint import COMMUNICATION_PARTS
 from .schedule.schedule import Schedule
 
 WHERE = "program.json"
-ELSEWHERE = frozenset({"plan", "modules"})  # in other files
 DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values()
           if isinstance(t, torch.dtype)}  # fmt: skip
 
