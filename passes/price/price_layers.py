@@ -109,6 +109,11 @@ class LayerPrices:
         return least_of
 
     @cached_property
+    def residuals_each(self) -> float:
+        """Bytes that the backward of a stage has of one more sample at most."""
+        return max(part.batch_residuals for part in self.parts or [self.whole])
+
+    @cached_property
     def tied(self) -> Held:
         """Memory of weights that both ends of the model use, on each end's stage."""
         twice, once = sum((p.held for p in self.parts), Held()), self.whole.held

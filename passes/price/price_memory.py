@@ -78,6 +78,7 @@ def with_held(
         held=held,
         experts=of_experts,
         residuals=sizes.residuals,
+        batch_residuals=_of_samples(local, usual[0]),
         weight_residuals=sizes.weight_residuals,
         whole=sizes.step,
         edges=sizes.edges,
@@ -90,6 +91,17 @@ def with_held(
             if v.name in local.grads
         ),
     )
+
+
+def _of_samples(local: LocalStage, forward: Storages) -> int:
+    """Bytes of residuals that each microbatch has of its own samples."""
+    shardings, owners = local.stage.shardings, forward.owners
+    own = {
+        owners[v.name]
+        for v in local.residuals
+        if v.name in owners and v.name in shardings and shardings[v.name].place(TIME)
+    }
+    return sum(forward.sizes[root] for root in own)
 
 
 def _pending(name: str, local: LocalStage) -> tuple[str, ...]:

@@ -94,16 +94,20 @@ def least_bytes(
     costs: LayerPrices,
     timed: Timer,
     working: bool = True,
+    times: float = 1.0,
 ) -> float:
     """No more than `rough` finds: what ranks hold of all layers, on average, and what
     the backward of a layer has alive beside that; or what it has alive anyway. working:
-    without, prices with backwards whole hold for those in halves too."""
+    without, prices with backwards whole hold for those in halves too. times: as many
+    samples as prices are of, of which more residuals are gone where most is alive."""
     whole = costs.stage(True, runs, True)
     most, beside = costs.least_alive[candidate.shares] if working else (0.0, 0.0)
+    beside -= (times - 1) * costs.residuals_each
     ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
-    each = max(whole.residuals, whole.weight_residuals)
+    residuals = whole.residuals + (times - 1) * whole.batch_residuals
+    each = max(residuals, whole.weight_residuals)
     # The last of them is in its backward, or in the half of it that is of weights.
-    flying = max(0.0, whole.residuals - each + beside * v * ranks)
+    flying = max(0.0, residuals - each + beside * v * ranks)
     states, step = timed(candidate).resting(whole)
     average = (states + step + (flying + in_flight(candidate) * each) / v) / ranks
     return 0.97 * max(average, most / v)

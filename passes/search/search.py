@@ -224,25 +224,23 @@ class Ranked:
         if not self._is_priced(way):
             one, less = _lighter(way)
             if any(
-                self._overflows(c, costs, parts, working=of.halves == way.halves)
+                self._overflows(c, of, costs, parts)
                 for of in less
                 for costs, parts in self._known(of)
             ):
                 return True
-            if c.samples > 1 and self._overflows(c, self._price(one)):
+            if c.samples > 1 and self._overflows(c, one, self._price(one)):
                 return True
-        return self._overflows(c, self._price(way))
+        return self._overflows(c, way, self._price(way))
 
     def _overflows(
-        self,
-        candidate: Candidate,
-        costs: LayerPrices,
-        parts: int = 1,
-        working: bool = True,
+        self, candidate: Candidate, of: Way, costs: LayerPrices, parts: int = 1
     ) -> bool:
+        """Whether a rank takes more memory, by prices of a way that is no heavier."""
         runs = self.space.runs
         limit = self.limit * parts
-        if least_bytes(candidate, runs, costs, self.timed, working) <= limit:
+        working, times = of.halves == candidate.halves, candidate.samples / of.samples
+        if least_bytes(candidate, runs, costs, self.timed, working, times) <= limit:
             return False
         if least_states(candidate, runs, costs, self.timed) > limit:
             self._too_large.add((candidate.mesh, candidate.zero))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from models import plain_gpt
+import torch
+import torch.nn.functional as F
+from cases import Case
+from models import Block, Stack, plain_gpt, token_batch
+from torch import Tensor, nn
 
 from autopar.gc_paused import gc_paused
 from autopar.machine.hardware import cluster_of, with_memory
@@ -23,6 +28,7 @@ from autopar.passes.search.by_formula import (
     make_timer,
     prices_of,
     rough,
+    way_of,
 )
 from autopar.passes.search.candidates import Space, candidates
 from autopar.passes.search.search import (
@@ -95,6 +101,41 @@ def test_ranks_hold_and_do_their_part_of_what_fewer_ranks_have(precision) -> Non
             assert least_computing(c, space.runs, costs) <= shortest, (c, fewer)
             bounds += parts > 1
     assert bounds > 100
+
+
+class Biased(Block):
+    """Scores have a bias [heads, s, s] that is computed from weights: all samples share
+    what is kept of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Linear(16, 4 * 16)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        bias = self.bias(torch.eye(16)).unflatten(-1, (4, 16)).transpose(0, 1).tanh()
+        return self.join((q @ k.mT + bias).softmax(-1) @ v)
+
+
+def loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize("block", [Block, Biased])
+def test_prices_of_one_sample_bound_the_bytes_of_more(block) -> None:
+    case = Case(Stack(block), token_batch(batch=32), loss)
+    cluster = cluster_of("8xA100-80GB")
+    prices, timed = make_prices(case.short(), cluster), make_timer(cluster)
+    space = Space(cluster, 32, 4, {"tp": (1, 2)}, recompute=("none", "full"))
+    close = 0
+    for c in [c for c in candidates(space) if c.samples > 1]:
+        if (priced := rough(c, space, prices, timed)) is None:
+            continue
+        one = prices(way_of(c)._replace(samples=1))
+        least = least_bytes(c, space.runs, one, timed, times=c.samples)
+        assert least <= priced[1], c
+        close += least > 0.8 * priced[1]
+    assert close > 20
 
 
 @pytest.mark.slow
