@@ -136,15 +136,8 @@ def scheduled(row: Row) -> Schedule:
 
 def simulated(row: Row) -> Result:
     schedule, v = scheduled(row), row.stages_per_rank
-    count = schedule.stages
-    backward = (row.input_ms + row.weight_ms) / v
-    timeline = simulate(
-        schedule,
-        [row.forward_ms / v] * count,
-        [backward] * count,
-        [row.weight_ms / v] * count,
-        row.send_ms,
-    )
+    stage = Seconds(row.forward_ms / v, row.input_ms / v, row.weight_ms / v)
+    timeline = simulate(schedule, [stage] * schedule.stages, row.send_ms)
     work = row.microbatches * (row.forward_ms + row.input_ms + row.weight_ms)
     return Result(
         name=schedule.name,

@@ -260,9 +260,7 @@ def run_schedule(
     """The microbatches of a step on paper. took: by one on each stage."""
     return simulate_contention(
         schedule,
-        [t.forward for t in took],
-        [t.backward + t.weight for t in took],
-        [t.weight for t in took],
+        [t.halves for t in took],
         max((t.send for t in took[:-1]), default=0.0),
         contention,
         proved=True,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..cost import Seconds
 from ..schedule.schedule import Action, Kind, Schedule, add_communication
 from ..schedule.simulate_schedule import Timeline, kind_seconds, simulate
 
@@ -36,9 +37,7 @@ ALONE = CoreContention()
 
 def simulate_contention(
     schedule: Schedule,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float] | None,
+    stages: Sequence[Seconds],
     send: float,
     contention: CoreContention,
     proved: bool = False,
@@ -48,13 +47,13 @@ def simulate_contention(
 
     Raises: ScheduleError, ValueError, as `simulate`.
     """
-    alone = simulate(schedule, forward, backward, weight, send, proved)
+    alone = simulate(schedule, stages, send, proved)
     if math.isinf(contention.cores):
         return alone
     if not schedule.has_communication:
         schedule = add_communication(schedule)
-    kinds = kind_seconds(schedule, forward, backward, weight)
-    return _Run(schedule, kinds, send, contention).timeline()
+    seconds = kind_seconds(schedule, stages)
+    return _Run(schedule, seconds, send, contention).timeline()
 
 
 class _Run:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ..cost import Seconds
 from ..schedule.messages import AHEAD
 from ..schedule.schedule import Action, Kind, Schedule, ScheduleError
 from ..schedule.simulate_schedule import simulate
@@ -29,8 +30,7 @@ def exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
 
     Raises: ScheduleError, if that schedule cannot run, or not so.
     """
-    lengths = [1.0] * schedule.stages, [2.0] * schedule.stages
-    spans = simulate(schedule, *lengths).spans
+    spans = simulate(schedule, [Seconds(1.0, 1.0, 1.0)] * schedule.stages).spans
     sends = sorted(
         (span.end, rank, index, span.action)
         for rank, own in enumerate(spans)

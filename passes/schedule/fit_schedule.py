@@ -144,14 +144,7 @@ def on_paper(
     """A named schedule with its messages, and how long a step takes, see
     `fit_schedule`."""
     schedule = add_communication(schedule)
-    timeline = simulate(
-        schedule,
-        [s.forward for s in seconds],
-        [s.backward for s in seconds],
-        [s.weight_half for s in seconds],
-        send,
-        proved=True,
-    )
+    timeline = simulate(schedule, seconds, send, proved=True)
     return Listed(schedule, max(timeline.elapsed) if steps_overlap else timeline.total)
 
 

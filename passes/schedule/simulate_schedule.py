@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..cost import Seconds
 from ..schedule.check_schedule import WIDTH, check, columns, peak_in_flight
 from ..schedule.schedule import Action, Kind, Schedule, add_communication
 
@@ -99,16 +100,13 @@ class Timeline:
 
 def simulate(
     schedule: Schedule,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float] | None = None,
+    stages: Sequence[Seconds],
     send: float = 0.0,
     proved: bool = False,
 ) -> Timeline:
     """Run a schedule on paper, with or without its communication.
 
-    forward, backward: seconds per microbatch of each stage, [stages].
-    weight: the part of `backward` that W takes, I takes the rest; half if not given.
+    stages: what a microbatch takes of each.
     send: seconds from the end of a producer until its message can be used.
     proved: it has communication and runs, as `make_schedule` made it; else it is
         checked.
@@ -119,7 +117,7 @@ def simulate(
         if not schedule.has_communication:
             schedule = add_communication(schedule)
         check(schedule)
-    seconds = kind_seconds(schedule, forward, backward, weight)
+    seconds = kind_seconds(schedule, stages)
     if not (math.isfinite(send) and send >= 0):
         raise ValueError(f"send must be finite seconds >= 0, got {send}")
     return _run(schedule, seconds, send)
@@ -169,7 +167,7 @@ def grid(source: Schedule | Timeline, width: int = WIDTH) -> str:
     wider than `width` characters leaves out its middle at `…`.
     """
     if isinstance(source, Schedule):
-        source = simulate(source, [1.0] * source.stages, [2.0] * source.stages)
+        source = simulate(source, [Seconds(1.0, 1.0, 1.0)] * source.stages)
     compute = source.compute
     unit = min(s.seconds for spans in compute for s in spans if s.seconds > 0)
     label = source.schedule.label
@@ -188,35 +186,24 @@ def grid(source: Schedule | Timeline, width: int = WIDTH) -> str:
 
 
 def kind_seconds(
-    schedule: Schedule,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float] | None,
+    schedule: Schedule, stages: Sequence[Seconds]
 ) -> dict[Kind, list[float]]:
     """The seconds of each kind of compute action, [stages]. Raises: ValueError."""
-    if weight is None:
-        weight = [seconds / 2 for seconds in backward]
-    by_part = {"forward": forward, "backward": backward, "weight": weight}
-    for name, values in by_part.items():
-        if len(values) != schedule.stages:
-            raise ValueError(
-                f"{name} has seconds for {len(values)} stages, "
-                f"but schedule {schedule.name!r} has {schedule.stages}"
-            )
-        if not all(math.isfinite(v) and v >= 0 for v in values):
-            raise ValueError(f"{name} must be finite seconds >= 0, got {list(values)}")
-    halves = [b - w for b, w in zip(backward, weight, strict=True)]
-    if min(halves) < 0:
+    if len(stages) != schedule.stages:
         raise ValueError(
-            f"weight {list(weight)} must be a part of backward {list(backward)}"
+            f"there are seconds for {len(stages)} stages, but schedule "
+            f"{schedule.name!r} has {schedule.stages}"
         )
-    if max(*forward, *backward) == 0:
+    for s in stages:
+        if not all(math.isfinite(part) and part >= 0 for part in vars(s).values()):
+            raise ValueError(f"parts of a stage must be finite seconds >= 0, got {s}")
+    if not any(s.total for s in stages):
         raise ValueError("forward and backward are all zero: there is nothing to time")
     return {
-        Kind.F: list(forward),
-        Kind.B: list(backward),
-        Kind.I: halves,
-        Kind.W: list(weight),
+        Kind.F: [s.forward for s in stages],
+        Kind.B: [s.backward for s in stages],
+        Kind.I: [s.input_half for s in stages],
+        Kind.W: [s.weight_half for s in stages],
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..cost import Seconds
 from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
 from ..schedule.footprint import (
     BACKWARD,
@@ -143,12 +144,10 @@ def run_step(
 ) -> StepRun:
     """Run a step. stages, ranks: of the schedule's. proved: see `simulate`.
     Raises: ScheduleError."""
-    halves = [stage.seconds(WEIGHT) for stage in stages]
+    parts = FORWARD, BACKWARD, WEIGHT
     timeline = simulate_contention(
         schedule,
-        [stage.seconds(FORWARD) for stage in stages],
-        [stage.seconds(BACKWARD) + w for stage, w in zip(stages, halves, strict=True)],
-        halves,
+        [Seconds(*map(stage.seconds, parts)) for stage in stages],
         max((stage.send for stage in stages), default=0.0),
         contention,
         proved,

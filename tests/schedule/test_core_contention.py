@@ -8,6 +8,7 @@ import random
 import pytest
 
 from autopar.machine.cluster_file import cluster_data, cluster_from
+from autopar.passes.cost import Seconds
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.cluster import ClusterError
 from autopar.passes.schedule.core_contention import (
@@ -24,21 +25,22 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v
 
 def drawn(
     name: str, ranks: int, stages_per_rank: int, seed: int
-) -> tuple[Schedule, list[float], list[float], list[float]]:
+) -> tuple[Schedule, list[Seconds]]:
     schedule = make_schedule(name, ranks, 2 * ranks, stages_per_rank)
     chance = random.Random(seed)
     forward = [chance.uniform(0.5, 2) for _ in range(schedule.stages)]
     backward = [chance.uniform(1, 4) for _ in range(schedule.stages)]
     weight = [b * chance.uniform(0.2, 0.7) for b in backward]
-    return schedule, forward, backward, weight
+    parts = zip(forward, backward, weight, strict=True)
+    return schedule, [Seconds(f, b - w, w) for f, b, w in parts]
 
 
 @pytest.mark.parametrize(("name", "each"), SCHEDULES)
 def test_with_a_core_for_each_and_each_message_nobody_waits(name, each):
-    schedule, *seconds = drawn(name, 3, each, 0)
-    alone = simulate(schedule, *seconds, 0.1)
+    schedule, stages = drawn(name, 3, each, 0)
+    alone = simulate(schedule, stages, 0.1)
     enough = 3 + len(alone.schedule.ranks) * schedule.microbatches * schedule.stages
-    crowded = simulate_contention(schedule, *seconds, 0.1, CoreContention(enough, 1))
+    crowded = simulate_contention(schedule, stages, 0.1, CoreContention(enough, 1))
     for mine, theirs in zip(crowded.spans, alone.spans, strict=True):
         assert [s.action for s in mine] == [s.action for s in theirs]
         assert [s.end for s in mine] == pytest.approx([s.end for s in theirs])
@@ -48,16 +50,14 @@ def test_with_a_core_for_each_and_each_message_nobody_waits(name, each):
 @pytest.mark.parametrize("processes", [1, 3])
 def test_one_core_takes_as_long_as_all_the_work(name, each, processes):
     """Something can always run, so the core is never idle."""
-    schedule, forward, backward, weight = drawn(name, 4, each, 1)
+    schedule, stages = drawn(name, 4, each, 1)
     sends = sum(
         action.kind.is_send
         for actions in add_communication(schedule).ranks
         for action in actions
     )
-    work = schedule.microbatches * (sum(forward) + sum(backward)) + 0.2 * sends
-    run = simulate_contention(
-        schedule, forward, backward, weight, 0.2, CoreContention(1, processes)
-    )
+    work = schedule.microbatches * sum(s.total for s in stages) + 0.2 * sends
+    run = simulate_contention(schedule, stages, 0.2, CoreContention(1, processes))
     assert run.total == pytest.approx(processes * work)
 
 
@@ -65,7 +65,8 @@ def test_ranks_slow_each_other_down_only_while_they_are_busy():
     """Two equal stages on one core and a half, two microbatches under GPipe, by hand:
     F0 alone; F1 and F0 at 3/4 each; F1 alone; and the same backwards."""
     schedule = make_schedule("gpipe", 2, 2)
-    run = simulate_contention(schedule, [3, 3], [3, 3], None, 0.0, CoreContention(1.5))
+    stages = [Seconds(3, 1.5, 1.5)] * 2
+    run = simulate_contention(schedule, stages, 0.0, CoreContention(1.5))
     assert run.total == pytest.approx(2 * (3 + 3 / 0.75 + 3))
     first, second = run.compute
     assert [s.end for s in first][:2] == pytest.approx([3, 7])
@@ -79,14 +80,14 @@ def test_ranks_slow_each_other_down_only_while_they_are_busy():
     ids=str,
 )
 def test_spans_are_those_of_small_steps_of_time(name, each, contention):
-    schedule, *seconds = drawn(name, 3, each, 2)
-    run = simulate_contention(schedule, *seconds, 0.3, contention)
+    schedule, stages = drawn(name, 3, each, 2)
+    run = simulate_contention(schedule, stages, 0.3, contention)
     small = 1e-2
     assert run.total == pytest.approx(
-        by_small_steps(add_communication(schedule), *seconds, 0.3, contention, small),
+        by_small_steps(add_communication(schedule), stages, 0.3, contention, small),
         rel=0.02,
     )
-    lower = simulate(schedule, *seconds, 0.3).total
+    lower = simulate(schedule, stages, 0.3).total
     assert run.total >= lower * (1 - 1e-9)
 
 
@@ -102,19 +103,17 @@ def test_a_cluster_says_who_shares_its_cores() -> None:
 
 def by_small_steps(
     schedule: Schedule,
-    forward: list[float],
-    backward: list[float],
-    weight: list[float],
+    stages: list[Seconds],
     send: float,
     contention: CoreContention,
     step: float,
 ) -> float:
     """The total, time going on by `step`: each job that runs gets its part of it."""
     took = {
-        Kind.F: lambda s: forward[s],
-        Kind.B: lambda s: backward[s],
-        Kind.I: lambda s: backward[s] - weight[s],
-        Kind.W: lambda s: weight[s],
+        Kind.F: lambda s: stages[s].forward,
+        Kind.B: lambda s: stages[s].backward,
+        Kind.I: lambda s: stages[s].input_half,
+        Kind.W: lambda s: stages[s].weight_half,
     }
     at = [0] * len(schedule.ranks)
     left: list[float | None] = [None] * len(schedule.ranks)

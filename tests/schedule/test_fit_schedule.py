@@ -66,13 +66,7 @@ class Draw:
         )
 
     def total(self, schedule) -> float:
-        return simulate(
-            schedule,
-            [s.forward for s in self.seconds],
-            [s.backward for s in self.seconds],
-            [s.weight_half for s in self.seconds],
-            self.send,
-        ).total
+        return simulate(schedule, self.seconds, self.send).total
 
 
 def draw(seed: int) -> Draw:
@@ -197,8 +191,8 @@ def test_backwards_in_halves_take_no_longer():
         whole = make_schedule(name, 4, 6)
         halves = in_halves(whole)
         assert not any(a.kind is Kind.B for actions in halves.ranks for a in actions)
-        costs = [1.0, 3.0, 2.0, 1.0], [2.0, 5.0, 4.0, 2.0]
-        assert simulate(halves, *costs).total <= simulate(whole, *costs).total
+        stages = [Seconds(f, b / 2, b / 2) for f, b in ((1, 2), (3, 5), (2, 4), (1, 2))]
+        assert simulate(halves, stages).total <= simulate(whole, stages).total
 
 
 # --- compiled and run ----------------------------------------------------------------

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from schedules import STAGES_PER_RANK, bubble_formula, named
 
+from autopar.passes.cost import Seconds
 from autopar.passes.schedule.check_schedule import check
 from autopar.passes.schedule.make_schedule import SCHEDULES, make_schedule
 from autopar.passes.schedule.schedule import Schedule, ScheduleError, add_communication
@@ -21,8 +22,7 @@ def timed(schedule: Schedule, f: float, i: float, w: float, hop: float = 0) -> T
     """A rank's forward, input and weight half take f, i and w, shared by its stages."""
     stages = schedule.stages
     share = len(schedule.ranks) / stages
-    times = ([t * share] * stages for t in (f, i + w, w))
-    return simulate(schedule, *times, send=hop)
+    return simulate(schedule, [Seconds(f, i, w) * share] * stages, hop)
 
 
 def test_an_unknown_name_lists_the_known_ones():

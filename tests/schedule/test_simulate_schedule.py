@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from schedules import HALVES, SIZES, VEE, all_schedules, bubble_formula, by_name
 
+from autopar.passes.cost import Seconds
 from autopar.passes.schedule.make_schedule import make_schedule
 from autopar.passes.schedule.schedule import Kind, Schedule, add_communication
 from autopar.passes.schedule.simulate_schedule import (
@@ -15,10 +16,11 @@ from autopar.passes.schedule.simulate_schedule import (
     simulate,
 )
 
+STAGE = Seconds(1.0, 1.0, 1.0)
+
 
 def equal_stages(schedule: Schedule, send: float = 0.0) -> Timeline:
-    stages = schedule.stages
-    return simulate(schedule, [1.0] * stages, [2.0] * stages, send=send)
+    return simulate(schedule, [STAGE] * schedule.stages, send)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -60,7 +62,7 @@ def test_a_lowered_schedule_takes_the_same_time():
 
 def test_the_slowest_stage_sets_the_pace():
     # By hand: fill 1 + 3, then 4 microbatches of 9 on stage 1, drain 2.
-    timeline = simulate(make_schedule("gpipe", 2, 4), [1, 3], [2, 6])
+    timeline = simulate(make_schedule("gpipe", 2, 4), [STAGE, STAGE * 3])
     assert timeline.total == 1 + 4 * 9 + 2
     assert timeline.busy == (12, 36)
     assert timeline.idle == (27, 3)
@@ -82,7 +84,7 @@ def test_weight_gradients_in_the_gaps_save_time():
 
 
 def test_the_weight_half_takes_its_given_part_of_the_backward():
-    timeline = simulate(Schedule.parse(HALVES), [1, 1], [3, 3], weight=[1, 1])
+    timeline = simulate(Schedule.parse(HALVES), [Seconds(1, 2, 1)] * 2)
     seconds = {s.action.kind: s.seconds for s in timeline.compute[0]}
     assert seconds == {Kind.F: 1, Kind.I: 2, Kind.W: 1, Kind.B: 3}
 
@@ -90,16 +92,16 @@ def test_the_weight_half_takes_its_given_part_of_the_backward():
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ({"forward": [1]}, "forward has seconds for 1 stages, but .* '1f1b' has 2"),
-        ({"backward": [1, -1]}, "backward must be finite seconds >= 0"),
-        ({"forward": [1, float("nan")]}, "forward must be finite seconds >= 0"),
-        ({"weight": [1, 3]}, "must be a part of backward"),
+        ({"stages": [STAGE]}, "there are seconds for 1 stages, but .* '1f1b' has 2"),
+        ({"stages": [STAGE, Seconds(1, -1, 1)]}, "must be finite .*input_half=-1"),
+        ({"stages": [Seconds(float("nan"), 1, 1), STAGE]}, "finite .*forward=nan"),
+        ({"stages": [STAGE, Seconds(1, 1, -1)]}, "must be finite .*weight_half=-1"),
         ({"send": -1}, "send must be finite seconds >= 0, got -1"),
-        ({"forward": [0, 0], "backward": [0, 0]}, "nothing to time"),
+        ({"stages": [Seconds()] * 2}, "nothing to time"),
     ],
 )
 def test_impossible_costs_are_refused(costs, message):
-    costs = {"forward": [1, 1], "backward": [2, 2], **costs}
+    costs = {"stages": [STAGE, STAGE], **costs}
     with pytest.raises(ValueError, match=message):
         simulate(make_schedule("1f1b", 2, 2), **costs)
 
@@ -154,7 +156,8 @@ total 10 s, bubble 10.0%, in flight 3 3"""
 
 
 def test_a_timeline_is_drawn_in_units_of_its_shortest_action():
-    timeline = simulate(make_schedule("gpipe", 2, 1), [0.1, 0.3], [0.2, 0.4], send=0.1)
+    stages = Seconds(0.1, 0.1, 0.1), Seconds(0.3, 0.2, 0.2)
+    timeline = simulate(make_schedule("gpipe", 2, 1), stages, send=0.1)
     assert (
         grid(timeline)
         == """\
