@@ -12,7 +12,7 @@ from .mesh import Split
 from .program import coords_text
 from .shard.sharding import local_extent
 from .stage.check_alike import check_alike
-from .stage.differentiate import finish, join
+from .stage.differentiate import Draft, finish, join
 from .stage.local_stage import LocalStage
 from .stage.split_stages import Stage, Staged
 from .watch import Watch
@@ -57,8 +57,8 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
             full = {**dict.fromkeys(sizes, 0), **coords}
             key = (text, shape_class(splits, sizes, full), *policies.items())
             if key not in known:
-                made = (plan.zero, halves, plan.scales_loss)
-                joint = join(stage, sizes, full, *made)
+                how = (plan.zero, halves, plan.scales_loss)
+                joint = join(Draft(stage, sizes, full, *how))
                 watch("join", joint)
                 local = finish(joint, policies)
                 watch("finish", local)

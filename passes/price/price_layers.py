@@ -28,7 +28,7 @@ from ..shard.insert_collectives import insert_collectives
 from ..shard.propagate import propagate
 from ..shard.sort_rows import sort_rows
 from ..stage.chain import Chain
-from ..stage.differentiate import Joint, finish, join, join_both
+from ..stage.differentiate import Draft, Joint, finish, join, join_both
 from ..stage.split_stages import Stage, cut_stage
 
 POSITIONS = ("first", "middle", "last", "more")
@@ -215,10 +215,8 @@ class Cut:
         plan, sizes = self.plan, self.plan.sizes
         how = sizes, dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
         return tuple(
-            Joints(*join_both(stage, *how))
-            if self.shares
-            else Joints(join(stage, *how), None)
-            for stage in self.stages
+            Joints(*join_both(draft)) if self.shares else Joints(join(draft), None)
+            for draft in (Draft(stage, *how) for stage in self.stages)
         )
 
 

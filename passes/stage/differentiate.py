@@ -128,49 +128,24 @@ def differentiate(
     halves: whether the backward is split, see `split_backward`.
     scaled: whether the backward starts with the loss's scale instead of 1.
     """
-    return finish(join(stage, sizes, coords, zero, halves, scaled), policies)
-
-
-def join(
-    stage: Stage,
-    sizes: Mapping[str, int],
-    coords: Mapping[str, int],
-    zero: int = 0,
-    halves: bool = False,
-    scaled: bool = False,
-) -> Joint:
-    """Localize a stage and write its backward, see `differentiate`."""
-    draft = Draft(stage, sizes, coords, zero)
-    return draft.join(draft.writer(False), halves, scaled)
-
-
-def join_both(
-    stage: Stage,
-    sizes: Mapping[str, int],
-    coords: Mapping[str, int],
-    zero: int = 0,
-    halves: bool = False,
-    scaled: bool = False,
-) -> tuple[Joint, Joint]:
-    """The same twice; in the second a microbatch's gradients of parameters are values
-    of the backward, as where they are to be scattered, and nothing is added to."""
-    draft = Draft(stage, sizes, coords, zero)
-    usual = draft.writer(False)
-    makes = draft.writer(True, usual)
-    return draft.join(usual, halves, scaled), draft.join(makes, halves, scaled, True)
+    return finish(join(Draft(stage, sizes, coords, zero, halves, scaled)), policies)
 
 
 class Draft:
-    """A stage in the shapes of a rank, for which backwards are written."""
+    """A stage in the shapes of a rank, for which backwards are written, see
+    `differentiate`."""
 
     def __init__(
         self,
         stage: Stage,
         sizes: Mapping[str, int],
         coords: Mapping[str, int],
-        zero: int,
+        zero: int = 0,
+        halves: bool = False,
+        scaled: bool = False,
     ) -> None:
         self.stage, self.sizes, self.zero = stage, sizes, zero
+        self.halves, self.scaled = halves, scaled
         local = Localizer(stage.dims, stage.shardings, sizes, coords)
         self.parts, self.sources, self.loss = _localized(stage, local)
         self.forward = fuse_bias(materialize_masks(self.parts["forward"]))
@@ -192,12 +167,10 @@ class Draft:
         writer.run_forward(forward, like)
         return writer
 
-    def join(
-        self, writer: Writer, halves: bool, scaled: bool, makes: bool = False
-    ) -> Joint:
+    def join(self, writer: Writer, makes: bool = False) -> Joint:
         """Has the writer write the rest."""
         parts, sources, loss = self.parts, self.sources, self.loss
-        d_sends = writer.seed(sources["sends"], loss, halves, scaled)
+        d_sends = writer.seed(sources["sends"], loss, self.halves, self.scaled)
         d_receives = writer.run_backward(sources["receives"])
         made = writer.take_gradients(sources["params"]) if makes else {}
         writer.run_epilogue()
@@ -225,11 +198,24 @@ class Draft:
             seeds=tuple(writer.seeds),
             grads=writer.cts.grads,
             standing=frozenset(self.standing),
-            halves=halves,
+            halves=self.halves,
             input_half=frozenset(input_half),
             taken=frozenset(writer.cts.builder.taken),
             made=made,
         )
+
+
+def join(draft: Draft) -> Joint:
+    """Writes the backward of a stage."""
+    return draft.join(draft.writer(False))
+
+
+def join_both(draft: Draft) -> tuple[Joint, Joint]:
+    """The same twice; in the second a microbatch's gradients of parameters are values
+    of the backward, as where they are to be scattered, and nothing is added to."""
+    usual = draft.writer(False)
+    makes = draft.writer(True, usual)
+    return draft.join(usual), draft.join(makes, True)
 
 
 def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:

@@ -38,7 +38,13 @@ from autopar.passes.search.search import (
     run_on_paper,
     search,
 )
-from autopar.passes.stage.differentiate import differentiate, finish, join, join_both
+from autopar.passes.stage.differentiate import (
+    Draft,
+    differentiate,
+    finish,
+    join,
+    join_both,
+)
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.planner import (
     find_plans,
@@ -184,9 +190,9 @@ def joined(monkeypatch) -> list[object]:
     """The stages that were differentiated for prices."""
     found: list[object] = []
 
-    def counted(stage, *arguments):
-        found.append(stage)
-        return join_both(stage, *arguments)
+    def counted(draft):
+        found.append(draft.stage)
+        return join_both(draft)
 
     monkeypatch.setattr(price_layers, "join_both", counted)
     return found
@@ -215,7 +221,7 @@ def test_one_joint_serves_one_policy_after_another(halves) -> None:
     stage = cut_layers(of.named, plan, of.starts).stages[0]
     sizes = plan.sizes
     made = sizes, dict.fromkeys(sizes, 0)
-    joint = join(stage, *made, halves=halves)
+    joint = join(Draft(stage, *made, halves=halves))
     texts = []
     for policy in ("full", "none", "full"):
         policies = dict.fromkeys(stage.layers, policy)
