@@ -70,9 +70,8 @@ class OtherShapes:
             {name: torch.empty(s, device="meta") for name, s in shapes.items()}
         )
         self._executors = {_key(shapes): first}
-        self._targets: dict[
-            Key, Shapes
-        ] = {}  # what batches of some shapes are padded to
+        # What batches of some shapes are padded to.
+        self._targets: dict[Key, Shapes] = {}
         self._fills: dict[frozenset[tuple[str, int]], Fills] = {}
         self.differs: bool | None = None  # see `evaluates_otherwise`
         self._model: nn.Module | None = None

@@ -34,11 +34,7 @@ from autopar.runtime.agreement.validate import (
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
-from autopar.runtime.parameters.gradient_norm import (
-    checked_norm,
-    clip_,
-    gradient_norms,
-)
+from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, gradient_norms
 from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, all_beside
@@ -250,10 +246,7 @@ class RankStep(HeldState):
         samples = fields_of_samples(own, self.program.inputs)
         part = (data.index, samples) if local else None
         plain = torch.autocast(self.device.type, enabled=False)
-        with (
-            plain,
-            self._agree().on_batch(operation, own, self._updates, held, part),
-        ):
+        with plain, self._agree().on_batch(operation, own, self._updates, held, part):
             yield data.fields(self.executor, own, local)
         if self._model_buffers is not None:
             self._model_buffers.write()

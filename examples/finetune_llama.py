@@ -50,11 +50,7 @@ def main() -> None:
         config = AutoConfig.from_pretrained(args.folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     step = autopar.compile(
-        model,
-        args.mesh,
-        zero=2,
-        pretrained=args.folder,
-        example_inputs=batches[0],
+        model, args.mesh, zero=2, pretrained=args.folder, example_inputs=batches[0]
     )
     optimizer = torch.optim.AdamW(step.parameters(), lr=1e-3)
     for i, batch in enumerate(batches):

@@ -42,11 +42,7 @@ def add_config(add: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="TOML with options; flags on the command line win",
     )
-    add_switch(
-        group,
-        "--print-config",
-        "print such a file of all options, and exit",
-    )
+    add_switch(group, "--print-config", "print such a file of all options, and exit")
 
 
 def with_config(

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.commands.arguments import (
-    MODEL,
-    add_backend,
-    add_json,
-    path,
-    text,
-)
+from autopar.commands.arguments import MODEL, add_backend, add_json, path, text
 from autopar.commands.config_file import add_config, config_text, helps_of, with_config
 from autopar.commands.parser import UsageError
 from autopar.commands.run_field import add_field

@@ -37,9 +37,7 @@ def add(add: Any) -> None:
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
     add_switch(add, "--float64", "compile the plan again in double precision")
     add_switch(
-        add,
-        "--as-given",
-        "use the model's own weights and batch (default: drawn ones)",
+        add, "--as-given", "use the model's own weights and batch (default: drawn ones)"
     )
     add_backend(add)
     add_switch(add, "--all", "one row for each parameter")

@@ -210,7 +210,7 @@ def run_module(
             stopped = CutShort(index, key, comm.function, *place, problem)
             return comm, load_module(program.modules[key], key), [stopped]
         raise VerificationFailed(
-            f"stage {index} does not run on rank {rank} at its own size: {problem}",
+            f"stage {index} does not run on rank {rank} at its own size: {problem}"
         ) from error
     return comm, stage.module, []
 

@@ -227,7 +227,7 @@ def run_program(
             return run_beside(program_in_double(program), {}, expected, seed)
     except CommError as error:
         raise VerificationFailed(
-            f"ranks do not get to the end of a step: {error}",
+            f"ranks do not get to the end of a step: {error}"
         ) from error
 
 

@@ -184,7 +184,7 @@ class Watch:
         for kind, name, x, version in self._seen:
             if x._version != version:
                 raise VerificationFailed(
-                    f"a step writes into the {kind} '{name}', which is not its own",
+                    f"a step writes into the {kind} '{name}', which is not its own"
                 )
 
 
@@ -296,7 +296,7 @@ def check_owners(program: Program) -> None:
                     put_shard(count, mine + 1, spec, mesh, coords)
         if not bool((count == 1).all()):
             raise VerificationFailed(
-                f"some of '{source}' has no rank that answers for it, or several",
+                f"some of '{source}' has no rank that answers for it, or several"
             )
 
 
@@ -326,6 +326,6 @@ def assemble(
             continue
         if not relative_error(shard, mine, noise * mine.numel() ** 0.5) <= AGREE:
             raise VerificationFailed(
-                f"rank {rank} has another gradient of '{name}' than its replicas",
+                f"rank {rank} has another gradient of '{name}' than its replicas"
             )
     return whole

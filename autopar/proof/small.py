@@ -26,13 +26,7 @@ from autopar.passes.proof.choose_sizes import (
     Order,
     choose_sizes,
 )
-from autopar.passes.proof.extents import (
-    Bound,
-    Extent,
-    Extents,
-    Product,
-    size_of,
-)
+from autopar.passes.proof.extents import Bound, Extent, Extents, Product, size_of
 from autopar.passes.proof.find_extents import find_extents
 from autopar.passes.proof.shrink import SMALL_NUMBER, Shrinker
 from autopar.passes.proof.shrink_plan import (
@@ -45,11 +39,7 @@ from autopar.passes.proof.shrink_plan import (
 from autopar.passes.shard.cut_weights import cut_weights
 from autopar.passes.shard.propagate import Sharded, propagate
 from autopar.passes.traced import Traced
-from autopar.proof.chosen_layers import (
-    all_layers,
-    find_chosen_layers,
-    with_few_layers,
-)
+from autopar.proof.chosen_layers import all_layers, find_chosen_layers, with_few_layers
 from autopar.proof.values import real_values
 
 MESHES = 8  # that are looked at for small extents
@@ -131,10 +121,7 @@ def make_small(
 
 
 def _shrink(
-    plan: Plan,
-    few: ChosenLayers,
-    sharded: Sharded,
-    captured: Traced,
+    plan: Plan, few: ChosenLayers, sharded: Sharded, captured: Traced
 ) -> tuple[dict[str, int], Shrinker, Traced]:
     """(ranks of each axis, what made the graph small, the small one). Extents that an
     op has by its arguments, as a Fourier transform has, stay as they are. Raises

@@ -72,8 +72,7 @@ class RunOptions:
     weight_decay: float = option(0.1, "weight decay of parameters of 2 dims or more")
     clip: float = option(1.0, "largest norm of all gradients; 0: no clipping")
     ema: float = option(
-        0.0,
-        "decay of an average of weights, as 0.999, which is evaluated too; 0: none",
+        0.0, "decay of an average of weights, as 0.999, which is evaluated too; 0: none"
     )
     seed: int = option(0, "seed of the data; of a MODEL's weights and dropout too")
     eval_every: int = option(0, "steps between evaluations; 0: no evaluations")

@@ -16,11 +16,7 @@ from autopar.runtime.launch.launch import KEEPS_PAGES, running
 ROOT = Path(__file__).parents[2]
 
 # As `autopar run` has it, for both sides: threads do not spin while they wait.
-ENVIRONMENT = {
-    **KEEPS_PAGES,
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
+ENVIRONMENT = {**KEEPS_PAGES, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def start(

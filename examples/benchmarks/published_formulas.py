@@ -53,11 +53,7 @@ PER_PARAMETER = 18  # bytes: 2205.05198, figure 1
 
 def megatron(formula: Expr) -> Expr:
     """Substitutes the sizes of Megatron's GPT, whose dims are named apart."""
-    sizes = {
-        size("ffn"): 4 * H,
-        size("head_dim"): H / A,
-        size("positions"): S,
-    }
+    sizes = {size("ffn"): 4 * H, size("head_dim"): H / A, size("positions"): S}
     return expand(formula.subs(sizes))
 
 

@@ -83,10 +83,7 @@ class Constants:
 
     def of(self, cluster: Cluster) -> Cluster:
         device = replace(
-            cluster.device,
-            efficiency=self.products,
-            dispatch=self.dispatch,
-            fused=True,
+            cluster.device, efficiency=self.products, dispatch=self.dispatch, fused=True
         )
         return replace(self.links.of(cluster), device=device)
 

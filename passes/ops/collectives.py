@@ -115,11 +115,7 @@ UNDER_WAY = {
     "comm.start_scatter": ("xs axes dims", "reduce_scatter"),
 }
 # What only speaks of others that are under way, or may be.
-SPEAKS = {
-    "comm.wait": "under_way",
-    "comm.ready": "gradients",
-    "comm.pause": "values",
-}
+SPEAKS = {"comm.wait": "under_way", "comm.ready": "gradients", "comm.pause": "values"}
 OPS = (
     Op("comm.loss_scale", "shape dtype"),
     Op("comm.enter", "x axes", derivative=enter),

@@ -142,10 +142,7 @@ def _few(plan: Plan, axis: str) -> int:
 
 
 def _fit(
-    plan: Plan,
-    least: dict[str, int],
-    extents: Collection[Extent],
-    most: float,
+    plan: Plan, least: dict[str, int], extents: Collection[Extent], most: float
 ) -> Iterator[dict[str, int]]:
     """Ranks, at least so many, over which each extent can divide as it does, over all
     of its axes at once: the fewest, then more, up to `most` in all."""

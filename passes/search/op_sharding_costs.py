@@ -165,11 +165,8 @@ class OpShardingCosts:
 
     def _part(self, i: int, choice: Choice) -> Node:
         """What the axis's first rank computes of an op."""
-        node, sharded, op_sharding = (
-            self.nodes[i],
-            self.setting.sharded,
-            choice.op_sharding,
-        )
+        node, sharded = self.nodes[i], self.setting.sharded
+        op_sharding = choice.op_sharding
         operands = op_sharding.operands if isinstance(op_sharding, Factor) else ()
         results = op_sharding.outs if isinstance(op_sharding, Factor) else ()
         mine = [
