@@ -240,7 +240,7 @@ def scripted() -> nn.Module:
     return Scripted()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(
     "make",
     [
