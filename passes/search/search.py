@@ -143,7 +143,6 @@ class Ranked:
         self._sure: float = SURE
         self._priced: defaultdict[object, dict[Mesh, None]] = defaultdict(dict)
         self._nearest: dict[object, tuple[int, Mesh] | None] = {}
-        self._too_slow: set[object] = set()
         self._too_large: set[tuple[Mesh, int]] = set()  # whatever else is decided
 
     def add(self, number: int, candidate: Candidate) -> None:
@@ -200,9 +199,6 @@ class Ranked:
         c = candidate
         if len(self._fastest) < self._sure:
             return False
-        alike = self._sure, c.mesh, c.samples, c.recompute, c.zero  # in any schedule
-        if alike in self._too_slow:
-            return True
         way = way_of(candidate)
         if self._is_priced(way):
             return False
@@ -214,7 +210,6 @@ class Ranked:
                     least_computing(*of_whole) > limit
                     or least_seconds(*of_whole, self.timed) > limit
                 ):
-                    self._too_slow.add(alike)
                     return True
         return False
 
