@@ -3,6 +3,7 @@ larger one."""
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import pytest
@@ -131,7 +132,10 @@ def waited(x: Tensor) -> Tensor:
     return x
 
 
-WRITE = (reduced, reduced_later, broadcast, gathered, exchanged, scattered)
+# Torch 2.11 asks nobody of the others: who calls them learns what a capture cannot run.
+ASKED = "handle_torch_function" in inspect.getsource(dist.broadcast)
+WRITE = (reduced, reduced_later, gathered, exchanged, scattered)
+WRITE += (broadcast,) if ASKED else ()
 COLLECTIVES = {f.__name__: partial(through, f) for f in WRITE}
 COLLECTIVES |= {"in the backward": Copy.apply, "summed": summed}
 OTHERS = {"barrier": waited, "none": nn.Identity()}
@@ -191,6 +195,7 @@ def test_what_torch_exports_with_its_group_is_refused(ranks):
     assert "test_own_collectives.py" in error.value.source
 
 
+@pytest.mark.skipif(not ASKED, reason="torch 2.11 fails otherwise")
 def test_those_that_torch_exports_nowhere_are_to_be_left_out(ranks):
     class Summing(nn.Linear):
         def forward(self, x):
