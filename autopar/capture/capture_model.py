@@ -161,6 +161,8 @@ def refuse_counters(
         try:
             later = run()
         except CaptureError as error:  # more was changed with it, as a module
+            as_found.put_back()
+            run()  # which fails in its own way, if it is not that
             raise computed_with(changed[0], "next time", once=True) from error
     then = {change.place: change.after for change in again}
     counts = [c for c in changed if then.get(c.place, c.after) != c.after]

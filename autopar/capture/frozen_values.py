@@ -8,7 +8,6 @@ from the names in code, see `names_read`.
 
 from __future__ import annotations
 
-import argparse
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,20 +15,19 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from types import MemberDescriptorType, ModuleType, SimpleNamespace
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.left_as_found import is_users, is_users_file
+from autopar.capture.entries import HOLDERS, is_users, is_users_file
 from autopar.capture.names_read import Names, Root
 from autopar.passes.capture.forward.outside import sample
 from autopar.passes.errors import AutoparError
 from autopar.unlike_module import ANOTHER_STEP
 
 PLAIN = (Number, str, bytes, Enum, torch.dtype, type(None))
-SPACES = (argparse.Namespace, SimpleNamespace)
 ITSELF = object()
 MOST = 1000  # members: what has more is data, and not looked at
 MODE = "training"  # of a module
@@ -247,7 +245,7 @@ class _Reader:
             for name in names:
                 if isinstance(vars(thing)[name], PLAIN):
                     yield name, vars(thing)[name]
-        elif isinstance(thing, (nn.Module, *SPACES)) or is_users(type(thing)):
+        elif isinstance(thing, (nn.Module, *HOLDERS)) or is_users(type(thing)):
             held = getattr(thing, "__dict__", {})
             for name in self.attributes & held.keys():
                 yield name, held[name]

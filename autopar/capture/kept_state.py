@@ -74,13 +74,9 @@ def refuse_state(state: State, run: Callable[[KeptValues], Traced]) -> None:
     for change in changes:
         change.make()
     batch, after = state.kept.batch, State(state.before, state.own)
+    names = [*batch.values(), *(change.where for change in changes)]
     with outside_tensors() as read:
-        try:
-            second = run(after.kept)
-        except Exception as error:
-            if not batch:
-                return
-            raise kept_between(next(iter(batch.values()))) from error
+        second = _run_with(after.kept, names[0], state.before, run)
     for x in read.keys() & batch.keys():
         raise kept_between(batch[x], read[x].source)
     kept = {change.place: change.after for change in changes}
@@ -90,12 +86,25 @@ def refuse_state(state: State, run: Callable[[KeptValues], Traced]) -> None:
     state.before.put_back()
     for change in after.changes():
         change.make()
-    try:
-        third = run(KeptValues())
-    except Exception as error:
-        raise kept_between(new[0].where) from error
+    third = _run_with(KeptValues(), new[0].where, state.before, run)
     if not same(second, third):
         raise kept_between(new[0].where)
+
+
+def _run_with(
+    noting: KeptValues,
+    where: str,
+    before: AsFound,
+    run: Callable[[KeptValues], Traced],
+) -> Traced:
+    """Captures a forward that finds what others have kept. Raises: CaptureError about
+    that where it fails, if it does not fail without it as well."""
+    try:
+        return run(noting)
+    except Exception as error:
+        before.put_back()
+        run(KeptValues())
+        raise kept_between(where) from error
 
 
 def kept_between(where: str, source: str = "") -> CaptureError:

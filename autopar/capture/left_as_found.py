@@ -1,6 +1,6 @@
 """A model is left as it was found: what its forward changes while it is captured is put
-back, whether on modules, in objects and containers that they hold, on classes, among
-the globals of their files, or in caches of functions.
+back, whether on modules, in objects and containers that they hold, on classes, in the
+variables of closures, among the globals of their files, or in caches of functions.
 
 While a model is captured its tensors are fake ones, without numbers. What forward keeps
 for later (a mask, a rotary table) would then be such a tensor, and the model wrong from
@@ -14,27 +14,34 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import FunctionType, ModuleType
+from functools import lru_cache, partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.capture.chance import is_generator
+from autopar.capture.entries import (
+    HOLDERS,
+    enter,
+    entries_of,
+    is_users,
+    leave_out,
+    names_of,
+    refill,
+)
 
 Cached = type(lru_cache(lambda: None))
 NUMBERS = (bool, int, float, str)
-# Of these packages nothing is put back: they know what they keep.
-OTHERS = frozenset({"torch", "numpy", "builtins", "autopar", "functools"})
 LISTS = (list, deque)
 MOST = 100_000  # members: what has more is data, and not looked at
 
 
 @dataclass(frozen=True)
 class Change:
-    """An entry of a dict, or an attribute of a class, that is not what it was, or all
-    members of another container (key None). where: `blocks.0.attn.cache`."""
+    """An entry that is not what it was, see `entries_of`, or all members of another
+    container (key None). where: `blocks.0.attn.cache`."""
 
     where: str
     container: Any
@@ -60,34 +67,10 @@ class Change:
         return value
 
 
-def entries_of(container: Any) -> dict[Any, Any]:
-    """The entries of a dict, or the attributes of a class that are not Python's."""
-    if isinstance(container, type):
-        own = vars(container).items()
-        return {name: value for name, value in own if not name.startswith("__")}
-    return dict(dict.items(container))  # a class of its own may do it otherwise
-
-
-def enter(container: Any, key: Any, value: Any) -> None:
-    """Sets an entry of a dict, or an attribute of a class."""
-    if isinstance(container, type):
-        setattr(container, key, value)
-    else:
-        container[key] = value
-
-
-def refill(container: Any, members: Any) -> None:
-    """Replaces the members of a list, a set, or a subclass of these."""
-    container.clear()
-    add = getattr(container, "extend", None) or container.update
-    add(members)
-
-
 @dataclass
 class Container:
-    """The former members of a dict, a list, a set, or a class, which are its
-    attributes. owner: the class of the object whose attributes a dict holds, which may
-    have defaults."""
+    """The former members of a list or a set, or the entries of what has these. owner:
+    the class of the object whose attributes a dict holds, which may have defaults."""
 
     where: str
     container: Any
@@ -127,12 +110,8 @@ class Container:
             return
         now = entries_of(self.container)
         for key in [k for k in now if k not in self.members]:
-            if str(key).startswith("__"):
-                continue
-            if isinstance(self.container, type):
-                delattr(self.container, key)
-            else:
-                del self.container[key]
+            if not str(key).startswith("__"):
+                leave_out(self.container, key)
         for key, value in self.members.items():
             if now.get(key, self) is not value:
                 enter(self.container, key, value)
@@ -196,33 +175,53 @@ class AsFound:
             self.containers.append(Container(where, thing, entries, owner))
             for key, value in entries.items():
                 yield f"{where}.{key}".lstrip("."), value
+            yield from self._held_by(where, thing)
         elif isinstance(thing, (*LISTS, set)):
             members = set(thing) if isinstance(thing, set) else list(thing)
             self.containers.append(Container(where, thing, members))
             for i, value in enumerate(members):
                 yield f"{where}.{i}", value
+            yield from self._held_by(where, thing)
         elif isinstance(thing, tuple):
             for i, value in enumerate(thing):
                 yield f"{where}.{i}", value
         elif isinstance(thing, FunctionType):
             if self._is_near(thing):
                 yield where, vars(thing)
-                cells = zip(
-                    thing.__code__.co_freevars, thing.__closure__ or (), strict=True
-                )
-                for name, cell in cells:
-                    yield f"{where}.{name}", _content(cell)
+                yield from self._entries_in(where, thing)
                 yield where, thing.__defaults__
                 yield where, thing.__kwdefaults__
+        elif isinstance(thing, MethodType):
+            yield where, thing.__self__
+            yield where, thing.__func__
+        elif isinstance(thing, partial):
+            yield f"{where}.func", thing.func
+            yield f"{where}.args", thing.args
+            yield f"{where}.keywords", thing.keywords
         elif isinstance(thing, nn.Module):
             self.owners[id(vars(thing))] = type(thing)
             yield where, vars(thing)
             for table in ("_parameters", "_buffers", "_modules"):
                 yield where, vars(thing)[table]  # first, so that names are the model's
-        elif not isinstance(thing, (type, ModuleType)) and self._is_near(type(thing)):
+        elif not isinstance(thing, (type, ModuleType)):
+            yield from self._held_by(where, thing)
+
+    def _held_by(self, where: str, thing: Any) -> Iterator[tuple[str, Any]]:
+        """The attributes of an object."""
+        if isinstance(thing, HOLDERS) or self._is_near(type(thing)):
             held = getattr(thing, "__dict__", None)
             self.owners[id(held)] = type(thing)
             yield where, held
+            if not isinstance(thing, dict):
+                yield from self._entries_in(where, thing)
+
+    def _entries_in(self, where: str, thing: Any) -> Iterator[tuple[str, Any]]:
+        """The variables of a closure, or what an object has in slots."""
+        if names_of(thing):
+            entries = entries_of(thing)
+            self.containers.append(Container(where, thing, entries))
+            for name, value in entries.items():
+                yield f"{where}.{name}".lstrip("."), value
 
     def _is_near(self, thing: Any) -> bool:
         """Whether it is looked into a function, or an object of a class."""
@@ -270,28 +269,6 @@ class AsFound:
                 tensor.requires_grad_(wants)
 
 
-def is_users(thing: Any) -> bool:
-    """Whether a class or function is of the user's code, not of torch or Python."""
-    return _of_users(str(getattr(thing, "__module__", None)))
-
-
-def is_users_file(file: ModuleType) -> bool:
-    """Whether a module of Python is of the user's code."""
-    return _of_users(file.__name__)
-
-
-def _of_users(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package not in OTHERS and package not in sys.stdlib_module_names
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
 def counters(changes: list[Change]) -> list[Change]:
     """The changes from a number to a number, or a text to a text."""
     return [
@@ -304,12 +281,12 @@ def counters(changes: list[Change]) -> list[Change]:
 @contextmanager
 def left_as_found(
     model: nn.Module, loss_fn: Callable[..., Any] | None
-) -> Iterator[None]:
+) -> Iterator[AsFound]:
     """Puts back what forwards change."""
     as_found = AsFound.of(model, loss_fn)
     try:
         with buffers_kept(model):
-            yield
+            yield as_found
     finally:
         as_found.put_back()
 

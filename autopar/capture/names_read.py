@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.left_as_found import is_users, is_users_file
+from autopar.capture.entries import is_users, is_users_file
 
 GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 NAMED = frozenset(("LOAD_ATTR", "LOAD_METHOD"))

@@ -17,7 +17,8 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autopar.capture.left_as_found import Cached, is_users
+from autopar.capture.entries import is_users
+from autopar.capture.left_as_found import Cached
 from autopar.passes.errors import CaptureError
 
 SHAPES = "torch.fx.experimental.symbolic_shapes"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.left_as_found import is_users
+from autopar.capture.entries import is_users
 from autopar.capture.names_read import codes
 
 LossFn = Callable[..., Any]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ DOUBLE = {
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
 }
+PLAIN = (Tensor, torch.nn.Parameter)
 FLOATS = re.compile(r"torch\.(?:float32|float16|bfloat16)\b")
 COMPLEX = re.compile(r"torch\.complex64\b")
 
@@ -39,6 +42,20 @@ def tree_in_double(tree: Any) -> Any:
         return in_double(x) if isinstance(x, Tensor) else x
 
     return tree_map(leaf, tree)
+
+
+@contextmanager
+def held_in_double(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Has those of a dtype in float64, with the same values. dtype: that forward runs
+    in, with which it may compare that of a table which it keeps."""
+    own = [(x, x.data) for x in tensors if x.dtype == dtype and type(x) in PLAIN]
+    try:
+        for x, data in own:
+            x.data = in_double(data)
+        yield
+    finally:
+        for x, data in own:
+            x.data = data
 
 
 def grouped_mm(

@@ -20,8 +20,8 @@ from models import Stack, randomize, token_batch
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.entries import is_users_file
 from autopar.capture.frozen_values import FrozenValues
-from autopar.capture.left_as_found import is_users_file
 from autopar.passes.errors import AutoparError
 
 BETA = 0.5

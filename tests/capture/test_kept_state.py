@@ -4,6 +4,7 @@ is no state."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -34,6 +35,7 @@ class Keeping(nn.Module):
         self.memory = torch.zeros(2, SEQ, WIDTH)
         self.count = torch.zeros(())
         self.several: list[Tensor] = []
+        self.numbers = itertools.count()
         self.by_name: dict[str, Tensor | tuple[Tensor, int]] = {}
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -145,6 +147,46 @@ def last(self: Keeping, x: Tensor) -> Tensor:
 )
 def test_what_is_the_same_each_time_is_no_state(mix: Mix) -> None:
     capture_model(*made(mix))
+
+
+def fails_with_it(self: Keeping, x: Tensor) -> Tensor:
+    if self.kept is not None:
+        raise ValueError("no more")
+    self.kept = x.detach()
+    return x
+
+
+def fails_with_a_constant(self: Keeping, x: Tensor) -> Tensor:
+    if self.several:
+        raise ValueError("no more")
+    self.several.append(torch.ones(()))
+    return x
+
+
+def fails_later(self: Keeping, x: Tensor) -> Tensor:
+    self.kept = x.detach()
+    if next(self.numbers):
+        raise ValueError("no more")
+    return x
+
+
+def counts_and_fails_later(self: Keeping, x: Tensor) -> Tensor:
+    Keeping.calls += 1
+    return fails_later(self, x)
+
+
+@pytest.mark.parametrize(
+    ("mix", "told"),
+    [
+        (fails_with_it, "forward keeps 'kept' and computes"),
+        (fails_with_a_constant, "forward keeps 'several' and computes"),
+        (fails_later, "ValueError: no more"),
+        (counts_and_fails_later, "ValueError: no more"),
+    ],
+)
+def test_an_error_is_of_what_is_kept_where_it_needs_that(mix: Mix, told: str) -> None:
+    with pytest.raises(CaptureError, match=told):
+        capture_model(*made(mix))
 
 
 def test_a_cache_that_lasts_is_not_written_to_by_what_is_trained() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,12 +41,21 @@ class Plain:
         self.kept: Tensor | None = None
         self.calls = 0
 
+    def table(self) -> Tensor:
+        return kept_on(self)
+
 
 class Slim:
-    __slots__ = ("kept",)
+    __slots__ = ("kept", "unset")
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
+
+
+class Entries(dict[int, Tensor]):
+    """A dict with an attribute."""
+
+    kept: Tensor | None = None
 
 
 @functools.lru_cache
@@ -59,6 +70,18 @@ def in_closure() -> Callable[[int], Tensor]:
         if not kept:
             kept.append(make(n))
         return kept[0]
+
+    return table
+
+
+def in_variable() -> Callable[[int], Tensor]:
+    kept: Tensor | None = None
+
+    def table(n: int) -> Tensor:
+        nonlocal kept
+        if kept is None:
+            kept = make(n)
+        return kept
 
     return table
 
@@ -99,10 +122,32 @@ def in_object(self: Keeping) -> Tensor:
     return self.plain.kept
 
 
+def kept_on(holder: Any) -> Tensor:
+    if getattr(holder, "kept", None) is None:
+        holder.kept = make(SEQ)
+    return holder.kept
+
+
 def in_slots(self: Keeping) -> Tensor:
-    if self.slim.kept is None:
-        self.slim.kept = make(SEQ)
-    return self.slim.kept
+    return kept_on(self.slim)
+
+
+def in_an_unset_slot(self: Keeping) -> Tensor:
+    if not hasattr(self.slim, "unset"):
+        self.slim.unset = make(SEQ)
+    return self.slim.unset
+
+
+def in_namespace(self: Keeping) -> Tensor:
+    return kept_on(self.space)
+
+
+def on_a_dict(self: Keeping) -> Tensor:
+    return kept_on(self.entries)
+
+
+def out_of_reach(self: Keeping) -> Tensor:
+    return kept_on(self.far.get())
 
 
 def on_class(self: Keeping) -> Tensor:
@@ -160,6 +205,10 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
         in_dict,
         in_object,
         in_slots,
+        in_an_unset_slot,
+        in_namespace,
+        on_a_dict,
+        out_of_reach,
         on_class,
         on_own_class,
         in_global,
@@ -172,6 +221,9 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 }
 WAYS["cached"] = lambda self: cached(SEQ)
 WAYS["in_closure"] = lambda self: self.table_of(SEQ)
+WAYS["in_variable"] = lambda self: self.variable(SEQ)
+WAYS["by_method"] = lambda self: self.method()
+WAYS["in_argument"] = lambda self: self.partial()
 WAYS["in_default"] = lambda self: in_default(SEQ)
 
 
@@ -187,6 +239,10 @@ class Keeping(nn.Module):
         self.most: int | None = None
         self.way, self.kept, self.seen = way, {}, []
         self.plain, self.slim, self.table_of = Plain(), Slim(), in_closure()
+        self.space, self.entries = SimpleNamespace(kept=None), Entries()
+        self.far = ContextVar("far", default=Plain())  # noqa: B039
+        self.variable, self.method = in_variable(), Plain().table
+        self.partial = functools.partial(kept_on, Plain())
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(input_ids) * WAYS[self.way](self)
@@ -218,7 +274,7 @@ def test_what_forward_keeps_is_put_back(way):
     try:
         traced = capture_model(case.model, case.batch)
     except CaptureError as error:
-        assert way == "in_slots" and "'Slim' has kept a tensor" in error.message
+        assert way == "out_of_reach" and "'Plain' has kept a tensor" in error.message
         return
     program = compile_program(traced, plan("dp=2", 2), PLAIN)
     assert state.keys() == case.model.state_dict().keys()
@@ -266,14 +322,15 @@ def test_a_buffer_out_of_reach_that_layers_share_is_refused_by_name():
 
     class Shared(Keeping):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            if self.slim.kept is None:
-                self.slim.kept = torch.empty(2 * VOCAB, dtype=torch.float64)
+            far = self.far.get()
+            if far.kept is None:
+                far.kept = torch.empty(2 * VOCAB, dtype=torch.float64)
             x = self.embed(input_ids).mean(1)
-            y = torch.addmm(self.slim.kept[:VOCAB], x, self.head.weight.T, beta=0)
+            y = torch.addmm(far.kept[:VOCAB], x, self.head.weight.T, beta=0)
             return y.square().mean()
 
     case = keeping("counting")
-    with pytest.raises(CaptureError, match=r"of the class 'Slim' has kept a tensor"):
+    with pytest.raises(CaptureError, match=r"of the class 'Plain' has kept a tensor"):
         capture_model(Shared("counting").double(), case.batch)
     model = Shared("counting").double()
     model(**case.batch)
@@ -284,16 +341,16 @@ def test_a_buffer_out_of_reach_that_layers_share_is_refused_by_name():
 def test_what_forward_keeps_out_of_reach_is_refused_by_name():
     class Recording(Keeping):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            self.slim.kept = self.embed(input_ids)
+            self.far.get().kept = self.embed(input_ids)
             return super().forward(input_ids, labels)
 
     case = keeping("counting")
-    with pytest.raises(CaptureError, match=r"of the class 'Slim' has kept a tensor"):
+    with pytest.raises(CaptureError, match=r"of the class 'Plain' has kept a tensor"):
         capture_model(Recording("counting").double(), case.batch)
 
 
 def test_what_was_kept_by_a_call_before_is_part_of_the_program():
-    case = keeping("in_slots")
+    case = keeping("out_of_reach")
     case.model(**case.batch)
     traced = capture_model(case.model, case.batch)
     verify(compile_program(traced, plan("dp=2", 2), PLAIN), *case).check()

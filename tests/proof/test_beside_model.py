@@ -26,6 +26,7 @@ from autopar.options import make_plan
 from autopar.passes.proof_record import CALLS, NUMBERS, Beside
 from autopar.proof.beside_model import LITTLE, Untouched, run_beside_model
 from autopar.proof.ranks import VerificationFailed
+from autopar.verify import verify
 
 WIDTH, CLASSES, ROWS = 8, 5, 6
 BOTH = pytest.mark.parametrize("flops", [1, 2 * LITTLE], ids=["numbers", "calls"])
@@ -266,6 +267,30 @@ class Tabled(Net):
 def test_tables_that_forward_keeps_are_those_of_each_precision() -> None:
     made = beside(Tabled(), batch(), 1)
     assert made.by == NUMBERS and made.error < 1e-12
+
+
+class MadeAnew(Net):
+    """Makes its table again, where what it turns is of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(self.turned)
+        self.table = torch.linspace(0.1, 1, 2 * WIDTH).cos()
+
+    def turned(self, x: Tensor) -> Tensor:
+        if self.table.dtype != x.dtype:
+            self.table = torch.linspace(0.1, 1, 2 * WIDTH, dtype=x.dtype).cos()
+        return x * self.table
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_a_table_is_of_the_dtype_that_the_model_runs_in(precision: str) -> None:
+    model = MadeAnew()
+    assert beside(model, batch(), 1).error < 1e-12
+    program = autopar.compile_offline(
+        model, batch(), make_plan("dp=2", precision=precision)
+    )
+    verify(program, model, batch()).check()
+    assert model.table.dtype == torch.float32
 
 
 def test_what_was_asked_of_a_buffer_is_not_asked_of_one_in_double() -> None:
