@@ -9,7 +9,7 @@ make no difference to a third.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,18 +52,28 @@ class State:
     def changes(self) -> list[Change]:
         """The first forward's changes that can be made again, but for counters. Layers
         that are missing were left out by the capture."""
+        return [c for c in self._made() if _is_data(c.after)]
+
+    @property
+    def is_data(self) -> bool:
+        """Whether these are all: forward has kept nothing else, as a function. The hook
+        by which a capture looks on is not forward's."""
+        others = [c.after for c in self._made() if not _is_data(c.after)]
+        return all(
+            str(getattr(x, "__module__", "")).startswith("autopar.") for x in others
+        )
+
+    def _made(self) -> Iterator[Change]:
         pairs = zip(self.first or (), self.kept.first or (), strict=True)
-        made = [replace(c, after=value) for c, (_, value) in pairs]
-        return [
-            c
-            for c in made
-            if not (isinstance(c.before, NUMBERS) and isinstance(c.after, NUMBERS))
-            and not isinstance(c.before, nn.Module)
-            and all(
-                leaf is None or isinstance(leaf, (*NUMBERS, Tensor))
-                for leaf in tree_flatten(c.after)[0]
-            )
-        ]
+        for c, (_, value) in pairs:
+            counts = isinstance(c.before, NUMBERS) and isinstance(c.after, NUMBERS)
+            if not counts and not isinstance(c.before, nn.Module):
+                yield replace(c, after=value)
+
+
+def _is_data(value: Any) -> bool:
+    leaves = tree_flatten(value)[0]
+    return all(x is None or isinstance(x, (*NUMBERS, Tensor)) for x in leaves)
 
 
 def refuse_state(state: State, run: Callable[[KeptValues], Traced]) -> None:
@@ -76,7 +86,14 @@ def refuse_state(state: State, run: Callable[[KeptValues], Traced]) -> None:
     batch, after = state.kept.batch, State(state.before, state.own)
     names = [*batch.values(), *(change.where for change in changes)]
     with outside_tensors() as read:
-        second = _run_with(after.kept, names[0], state.before, run)
+        try:
+            second = run(after.kept)
+        except Exception as error:
+            state.before.put_back()
+            run(KeptValues())  # which fails in its own way, if it is not that
+            if batch or state.is_data:
+                raise kept_between(names[0]) from error
+            return  # what it fails for is what was not made again
     for x in read.keys() & batch.keys():
         raise kept_between(batch[x], read[x].source)
     kept = {change.place: change.after for change in changes}
@@ -86,25 +103,14 @@ def refuse_state(state: State, run: Callable[[KeptValues], Traced]) -> None:
     state.before.put_back()
     for change in after.changes():
         change.make()
-    third = _run_with(KeptValues(), new[0].where, state.before, run)
+    try:
+        third = run(KeptValues())
+    except Exception as error:
+        state.before.put_back()
+        run(KeptValues())
+        raise kept_between(new[0].where) from error
     if not same(second, third):
         raise kept_between(new[0].where)
-
-
-def _run_with(
-    noting: KeptValues,
-    where: str,
-    before: AsFound,
-    run: Callable[[KeptValues], Traced],
-) -> Traced:
-    """Captures a forward that finds what others have kept. Raises: CaptureError about
-    that where it fails, if it does not fail without it as well."""
-    try:
-        return run(noting)
-    except Exception as error:
-        before.put_back()
-        run(KeptValues())
-        raise kept_between(where) from error
 
 
 def kept_between(where: str, source: str = "") -> CaptureError:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
 from autopar.capture.left_as_found import AsFound, left_as_found
-from autopar.capture.lines_called import Lines, first_other
 from autopar.capture.shorten import of_few_layers
+from autopar.passes.capture.called import Call, Calls
 from autopar.passes.capture.exported.buffer_updates import after_step
 from autopar.passes.capture.forward.call_model import loss_of
+from autopar.passes.capture.forward.user_frames import at_work
 from autopar.passes.capture.mixed_precision import (
     Lowering,
     autocast,
@@ -195,22 +196,46 @@ def _agreed(
     worst = max(errors, key=errors.__getitem__)
     if errors[worst] <= TOLERANCE:
         return Beside(NUMBERS, len(errors), worst, errors[worst])
-    text, line = "", ""
+    other = None
     with contextlib.suppress(AutoparError, *REFUSED):  # then nobody knows the line
-        text, line = _first_other(*_called(untouched)) or ("", "")
+        other = _first_other(*_called(untouched))
     name = f"gradient of '{worst}'" if worst in gradients else worst
     raise VerificationFailed(
         f"the model computes something else while it is captured than eagerly: the "
-        f"{name} is {errors[worst]:.0e} off{text}",
-        source=line,
+        f"{name} is {errors[worst]:.0e} off" + (other.text if other else ""),
+        source=other.line if other else "",
         fix="let forward do the same whether it is captured or not"
-        if text
+        if other
         else "report this model; compile with prove=False (--unproved) runs what was "
         "captured",
     )
 
 
 # --- calls ------------------------------------------------------------------------
+
+
+class _Lines(Calls):
+    """Calls, with the user's line of each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.lines: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        before = len(self.parts[0])
+        result = super().__torch_function__(func, types, args, kwargs)
+        self.lines += [at_work()] * (len(self.parts[0]) - before)
+        return result
+
+
+@dataclass(frozen=True)
+class _Other:
+    """The first call that differs. line: of the user's source."""
+
+    text: str
+    line: str
 
 
 def _compare_calls(untouched: Untouched, seed: int) -> Beside:
@@ -221,8 +246,7 @@ def _compare_calls(untouched: Untouched, seed: int) -> Beside:
         other = _first_other(eager, captured)
         if other is None:
             return Beside(CALLS, len(eager.parts[0]))
-        text, line = other
-        problem = f"its calls differ{text} ({line})"
+        problem = f"its calls differ{other.text} ({other.line})"
     except (AutoparError, *REFUSED) as error:
         problem = str(error).partition("\n")[0]
     if count > MOST:
@@ -238,11 +262,11 @@ def _compare_calls(untouched: Untouched, seed: int) -> Beside:
     return _compare_numbers(untouched, traced, seed)
 
 
-def _called(untouched: Untouched) -> tuple[Lines, Lines]:
+def _called(untouched: Untouched) -> tuple[_Lines, _Lines]:
     """The calls of forward, eager and captured."""
     model, batch, loss_fn = untouched.model, untouched.batch, untouched.loss_fn
     precision, as_found = untouched.precision, AsFound.of(model)
-    eager, captured = Lines(model), Lines(model)
+    eager, captured = _Lines(model), _Lines(model)
     device = next(p.device for p in model.parameters())
     real = {
         k: x.to(device, copy=True) if isinstance(x, Tensor) else x
@@ -270,17 +294,27 @@ def _called(untouched: Untouched) -> tuple[Lines, Lines]:
     return eager, captured
 
 
-def _first_other(eager: Lines, captured: Lines) -> tuple[str, str] | None:
-    """The first call that is not the same, and its line."""
-    if (other := first_other(eager, captured)) is None:
+def _first_other(eager: _Lines, captured: _Lines) -> _Other | None:
+    """The first call that is not the same."""
+    pairs = [*zip(eager.parts[0], captured.parts[0], strict=False)]
+    number = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    lines = [calls.lines[number : number + 1] for calls in (eager, captured)]
+    if not any(lines):
         return None
-    text = f": it calls {other.one} there, {other.other} while it is captured"
-    if other.one == other.other:
-        text = (
-            f": it calls {other.one} there with other arguments than while it is "
-            "captured"
-        )
-    return text, other.line
+    names = [
+        _name(calls.parts[0][number]) if own else "nothing more"
+        for calls, own in zip((eager, captured), lines, strict=True)
+    ]
+    one, two = names
+    text = f": it calls {one} there, {two} while it is captured"
+    if one == two:
+        text = f": it calls {one} there with other arguments than while it is captured"
+    return _Other(text, (lines[0] or lines[1])[0])
+
+
+def _name(call: Call) -> str:
+    func = call[0]
+    return getattr(func, "__name__", None) or str(func)
 
 
 def _few_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..capture.forward.on_meta import counts_rows
-from ..capture.forward.outside import DESCRIBE
 from ..layers import FIRST
 from ..nested import tensors
 from ..replaced import replaced
@@ -51,8 +50,6 @@ class Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in DESCRIBE:
-            return func(*args, **(kwargs or {}))
         call = self.described(func, torch.is_grad_enabled(), args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if counts_rows(result):

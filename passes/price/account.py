@@ -161,8 +161,8 @@ class Account(Amounts):
     precision. held: of all parameters; experts: of those that ep
     splits; tied: of those that the model's other end uses as well, see `once_a_rank`.
     residuals, weight_residuals, whole (for a step), edges, received, sent: as in
-    `passes.schedule.footprint.Footprint`; batch_residuals: of the residuals, what each
-    sample has of its own; gathered: of what is whole, parameters.
+    `passes.schedule.footprint.Footprint`; batch_residuals: of the residuals, what
+    grows with the samples; gathered: of what is whole, parameters.
     pending: gradients by the axes over which they are summed, all at once. counts:
     numbers of the batch that ranks add up once a step, which dp joins. update: seconds
     of the optimizer, if it was measured.

@@ -109,8 +109,9 @@ class LayerPrices:
         return least_of
 
     @cached_property
-    def residuals_each(self) -> float:
-        """Bytes that the backward of a stage has of one more sample at most."""
+    def batch_residuals(self) -> float:
+        """Bytes of a run's residuals that grow with the samples, of the run that has
+        most."""
         return max(part.batch_residuals for part in self.parts or [self.whole])
 
     @cached_property

@@ -78,7 +78,7 @@ def with_held(
         held=held,
         experts=of_experts,
         residuals=sizes.residuals,
-        batch_residuals=_of_samples(local, usual[0]),
+        batch_residuals=_batch_residuals(local, usual[0]),
         weight_residuals=sizes.weight_residuals,
         whole=sizes.step,
         edges=sizes.edges,
@@ -93,8 +93,8 @@ def with_held(
     )
 
 
-def _of_samples(local: LocalStage, forward: Storages) -> int:
-    """Bytes of residuals that each microbatch has of its own samples."""
+def _batch_residuals(local: LocalStage, forward: Storages) -> int:
+    """Bytes of residuals that grow with the samples of a microbatch."""
     shardings, owners = local.stage.shardings, forward.owners
     own = {
         owners[v.name]

@@ -102,7 +102,7 @@ def least_bytes(
     samples as prices are of, of which more residuals are gone where most is alive."""
     whole = costs.stage(True, runs, True)
     most, beside = costs.least_alive[candidate.shares] if working else (0.0, 0.0)
-    beside -= (times - 1) * costs.residuals_each
+    beside -= (times - 1) * costs.batch_residuals
     ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
     residuals = whole.residuals + (times - 1) * whole.batch_residuals
     each = max(residuals, whole.weight_residuals)

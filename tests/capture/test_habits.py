@@ -178,7 +178,8 @@ def test_attention_may_be_causal_beside_a_mask() -> None:
     try:
         given.model(given.batch["input_ids"])
     except RuntimeError as error:
-        pytest.skip(f"as this torch says: {error}")
+        assert "attn_mask should not be set when is_causal=True" in str(error)
+        pytest.skip("torch refuses it from 2.14 on")
     given.verify("dp=2,tp=2", 1)
 
 

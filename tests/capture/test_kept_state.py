@@ -189,6 +189,17 @@ def test_an_error_is_of_what_is_kept_where_it_needs_that(mix: Mix, told: str) ->
         capture_model(*made(mix))
 
 
+def with_a_function(self: Keeping, x: Tensor) -> Tensor:
+    """As Hugging Face's models note that their hooks are there."""
+    if "ready" not in vars(self):
+        self.ready, self.turn = True, torch.tanh
+    return self.turn(x)
+
+
+def test_what_is_kept_with_a_function_is_not_made_again_without_it() -> None:
+    capture_model(*made(with_a_function))
+
+
 def test_a_cache_that_lasts_is_not_written_to_by_what_is_trained() -> None:
     def cached(self: Keeping, x: Tensor) -> Tensor:
         self.memory[:] = x

@@ -21,7 +21,8 @@ from autopar.capture.capture_model import capture_model
 from autopar.options import make_plan
 from autopar.passes.builder import prune
 from autopar.passes.capture import trace as tracing
-from autopar.passes.capture.trace import trace
+from autopar.passes.capture.called import Calls, RowsCounted
+from autopar.passes.capture.trace import run_without_data, trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Value
 from autopar.passes.layers import Repeats
@@ -260,6 +261,22 @@ def test_a_layer_that_runs_twice_is_captured_as_it_is(folded) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "ask", [len, Tensor.numel, lambda rows: rows.shape[0], lambda rows: rows.size(0)]
+)
+def test_how_many_rows_there_are_is_seen_however_it_is_asked(ask) -> None:
+    """A forward may go on as it says: calls of one without data say nothing then."""
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x[x[:, 0] > 0]
+            return rows.sum() / ask(rows)
+
+    how = {"x": torch.ones(4, 2)}, None, None, (), None
+    with pytest.raises(RowsCounted):
+        run_without_data(Asking(), *how, True, Calls(Asking()).in_one)
+
+
 def test_frozen_layers_and_shared_weights(folded) -> None:
     model = Layers([""] * 10)
     for layer in list(model.layers)[:6]:
