@@ -20,6 +20,8 @@ from autopar.passes.pipeline import compile_program
 from autopar.passes.shard import documents, layout
 from autopar.passes.watch import check
 
+CHILDREN = str(pathlib.Path(__file__).parent / "children")  # what they run first
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """No test reads what was measured for the user, nor adds to it; each verifies what
@@ -28,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = folder.name
     os.environ["AUTOPAR_CHECK"] = "1"
     os.environ |= {"COLUMNS": "99", "NO_COLOR": "1"}  # as where there is no terminal
+    paths = [CHILDREN, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     config.add_cleanup(folder.cleanup)
     gc.set_threshold(100_000, 50, 100)  # to look for cycles took a tenth of the time
     sys.dont_write_bytecode = False  # or each worker writes asserts of all tests anew

@@ -36,7 +36,8 @@ from autopar.cli import main
 from autopar.runtime.launch.launch import running
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
 ENVIRONMENT |= {"PYTHONDONTWRITEBYTECODE": ""}  # or each process compiles it all again
 _SERVER = mp.get_context("forkserver")
 PRELOADED = [

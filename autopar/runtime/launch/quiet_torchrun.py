@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -9,9 +11,10 @@ import sys
 import threading
 import time
 
+from autopar.gc_paused import gc_paused
 from autopar.progress import Progress, tell
 
-with Progress("torchrun"):
+with gc_paused(), Progress("torchrun"):
     tell("importing torch")
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -26,6 +29,7 @@ def main() -> None:
     """Runs torchrun, but an end that was asked for, or that ranks told of, is no error
     of the launcher: there is a status instead of a traceback."""
     logging.disable(logging.ERROR)
+    atexit.register(gc.freeze)  # or Python's end looks at all of torch for cycles
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:
         run.main()
