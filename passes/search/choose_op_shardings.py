@@ -24,7 +24,14 @@ from ..ops.memory import find_owners
 from ..ops.op import is_view
 from ..plan import Plan, PlanError
 from ..price.cluster import Cluster
-from ..search.least_cost import Block, Chosen, Table, least_cost, owns
+from ..search.least_cost import (
+    Block,
+    Chosen,
+    Table,
+    TooEntangled,
+    least_cost,
+    owns,
+)
 from ..search.op_sharding_costs import Amounts, Choice, OpShardingCosts
 from ..search.value_costs import MEMORY, Setting
 from ..shard.insert_collectives import insert_collectives
@@ -77,7 +84,13 @@ class Axis:
 
     def _chosen(self, byte: float = 0.0) -> Chosen:
         tables = [amounts.weigh(byte) for amounts in self.costs.tables]
-        return least_cost([*tables, *self.ties], self.sizes, self.block)
+        try:
+            return least_cost([*tables, *self.ties], self.sizes, self.block)
+        except TooEntangled as error:
+            raise PlanError(
+                f"what '{self.axis}' splits of ops cannot be decided: {error}",
+                fix="leave the op shardings out",
+            ) from error
 
     def within(self, limit: float) -> AxisShardings:
         """The fastest that need no more bytes, as far as prices tell."""

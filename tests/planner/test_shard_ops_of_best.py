@@ -14,6 +14,7 @@ from autopar.cli import main
 from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import PLAIN
 from autopar.planner.planner import find_plans, plan_of
 from autopar.planner.shard_ops_of_best import open_to_op_shardings, shard_ops_of_best
@@ -104,3 +105,17 @@ def test_the_command_writes_and_tells_labels(tmp_path: Path, capsys) -> None:
     assert "op shardings: what an axis splits of an op" in capsys.readouterr().out
     assert main(["explain", where, "--reprice"]) == 2
     assert "op shardings were decided for 2xCPU" in capsys.readouterr().err
+
+
+def test_plans_whose_ops_are_too_entangled_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = plain_gpt(batch=SAMPLES)
+    of, cluster = case.short(), cluster_of("2xA100-80GB")
+    plain = find_plans(of, cluster, SAMPLES, Mesh.parse("tp=2"))
+    monkeypatch.setattr("autopar.passes.search.least_cost.LARGEST", 4)
+    found, plans = shard_ops_of_best(plain, of, cluster, reach=1.0)
+    assert found.best == plain.best and not plans
+    with pytest.raises(PlanError, match="depend on each other") as error:
+        shard_ops_of_best(plain, of, cluster)  # as one asks for them
+    assert error.value.fix == "leave the op shardings out"
