@@ -215,7 +215,7 @@ def make_prices(
     def at(way: Way) -> LayerPrices:
         """Prices of layers that are compiled for these samples."""
         microbatches = of.batch // way.mesh.sample_ranks // way.samples
-        of_mesh = cut(way.mesh, microbatches, way.shares, way.context_parallel)
+        of_mesh = partial(cut, way.mesh, microbatches, way.shares, way.context_parallel)
         return price_cut(of_mesh, way.recompute, cluster.device, way.halves)
 
     @cache

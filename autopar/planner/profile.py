@@ -112,7 +112,7 @@ class Layers:
         if samples > self.load.samples or most % samples:
             return None
         plan = make_plan(mesh, microbatches=most // samples)
-        whole = cut_layers(self.of.named, plan, ("",)).whole
+        whole = cut_layers(self.of.named, plan, ("",)).stages[0]
         local = differentiate(whole, plan.sizes, dict.fromkeys(plan.axes, 0))
         name = f"{str(mesh) or 'one rank'}, {samples} samples"
         if bytes_of(local) > self.limit:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 from ..cost import NO_LEVELS, Amounts, Exchanges, Levels
 from ..schedule.footprint import BACKWARD, FORWARD, WEIGHT, Footprint, peak_bytes
@@ -239,25 +238,27 @@ def at_ends(account: Account, begins: bool, ends: bool) -> Account:
     return account.with_alive(alive)
 
 
-def in_a_row(whole: Account, parts: Sequence[Account], tied: Held) -> Account:
-    """The account of parts that run one after another, which add up to `whole`, but for
-    the most that they have alive (of each it is beside the residuals of those before
-    it, and in a backward beside what those after it have kept for their weight half)
-    and for messages, which are those of both ends. tied: weights of the last part that
-    the model's first uses as well."""
-    alike = [(part, len(list(same))) for part, same in groupby(parts)]
+def in_a_row(
+    whole: Account, parts: Sequence[tuple[Account, int]], tied: Held
+) -> Account:
+    """The account of parts that run one after another, each so many times, which add up
+    to `whole`, but for the most that they have alive (of each it is beside the
+    residuals of those before it, and in a backward beside what those after it have kept
+    for their weight half) and for messages, which are those of both ends. tied: weights
+    of the last part that the model's first uses as well."""
+    (first, _), (last, _) = parts[0], parts[-1]
     most = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), Alive())
     residuals = weight_residuals = 0.0
-    later = sum(count * part.weight_residuals for part, count in alike)
+    later = sum(count * part.weight_residuals for part, count in parts)
     # With ZeRO such a weight is whole for a forward, and its gradient once it is made;
     # the last part's own account has both.
     weights = Alive(zero_3=tied.read, zero_3_but_experts=tied.read)
     grads = Alive(0.0, *[tied.trained] * (len(vars(weights)) - 1))
-    by_half = (Alive(), grads) if parts[-1].weight.scattered.calls else (grads, Alive())
+    by_half = (Alive(), grads) if last.weight.scattered.calls else (grads, Alive())
     own = {FORWARD: weights, BACKWARD: by_half[0], WEIGHT: by_half[1]}
-    for part, count in alike:
+    for part, count in parts:
         alive = {k: p.alive for k, p in part.microbatch.items()}
-        if tied.read and part is not parts[-1]:
+        if tied.read and part is not last:
             alive = {k: x + own[k] for k, x in alive.items()}
         # Of equal ones in a row the first or the last has most beside it.
         beside = residuals + max(0.0, (count - 1) * part.residuals)
@@ -271,7 +272,7 @@ def in_a_row(whole: Account, parts: Sequence[Account], tied: Held) -> Account:
         residuals += count * part.residuals
         weight_residuals += count * part.weight_residuals
     account = whole.with_alive(most.values())
-    return account.changed(received=parts[0].received, sent=parts[-1].sent)
+    return account.changed(received=first.received, sent=last.sent)
 
 
 def once_a_rank(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from ..plan import Plan
 from ..price.account import WHERE, Account, Held, PartLevels, at_ends, in_a_row
 from ..price.cluster import Device
 from ..price.price import price
-from ..price.price_memory import Sharing
+from ..price.price_memory import Sharing, held_by_both
 from ..shard.cut_weights import cut_weights
 from ..shard.insert_collectives import insert_collectives
 from ..shard.propagate import propagate
@@ -38,13 +38,14 @@ POSITIONS = ("first", "middle", "last", "more")
 class LayerPrices:
     """Accounts of stages with one run of layers, of one microbatch.
 
-    first: with what comes before the layers. middle: of layers alone. last: with what
-    comes after. more: what another run adds. whole: all that there is in a model of
-    `runs` runs, where a weight that both ends share counts once.
+    price_whole: returns all that there is in a model of `runs` runs, where a weight
+    that both ends share counts once: only a rank that has all layers has that. first:
+    with what comes before the layers. middle: of layers alone. last: with what comes
+    after. more: what another run adds.
     """
 
     runs: int
-    whole: Account
+    price_whole: Callable[[], Account]
     first: Account | None = None
     middle: Account | None = None
     last: Account | None = None
@@ -54,6 +55,11 @@ class LayerPrices:
     _known: dict[tuple[bool, int, bool], Account] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+
+    @cached_property
+    def whole(self) -> Account:
+        """What `price_whole` returns, found once."""
+        return self.price_whole()
 
     def stages(self, layers: Sequence[int]) -> list[Account]:
         """The accounts of a pipeline's stages. layers: runs of each."""
@@ -70,21 +76,45 @@ class LayerPrices:
     def _stage(self, first: bool, runs: int, last: bool) -> Account:
         if first and last and runs == self.runs:
             return self.whole
-        names = ["middle"] * runs
-        names[-1] = "last" if last else names[-1]
-        names[0] = "first" if first else names[0]
-        row = [part for name in names if (part := getattr(self, name)) is not None]
-        assert len(row) == runs, "such a stage was not priced"
-        row[0] = at_ends(row[0], True, runs == 1)
+        begin = self.first if first else self.middle
+        end = self.last if last else self.middle
+        if runs == 1:
+            begin = end = self.first if first else end
+        assert begin and end, "such a stage was not priced"
+        row = [(at_ends(begin, True, runs == 1), 1)]
+        if runs > 2:
+            assert self.middle
+            row.append((self.middle, runs - 2))
         if runs > 1:
-            row[-1] = at_ends(row[-1], False, True)
-        total, counted = (row[-1], 1) if last else (row[0], 1)
+            row.append((at_ends(end, False, True), 1))
+        total, counted = row[-1] if last else row[0]
         if first and last:
             total, counted = self.whole, self.runs
         if runs != counted and self.more is not None:
             total = total.plus(self.more, runs - counted)
         account = in_a_row(total, row, self.tied if last else Held())
         return account if first == last else replace(account, tied=self.tied)
+
+    def least(self, runs: int, stages: int) -> Account:
+        """No more than so many stages have and take together, found without the whole:
+        of one, what comes after the first layer begins; of several, two of them. What
+        both ends use counts once, as one rank may have both."""
+        one = min(stages, runs) == 1
+        if one and self.middle is None:
+            return self.whole
+        if (key := (one, -runs, one)) not in self._known:
+            if one:
+                least = self.stage(False, runs, True).changed(received=0.0)
+            else:
+                both = self.stage(True, runs - 1, False) + self.stage(False, 1, True)
+                least = both.changed(held=both.held - self.tied)
+            self._known[key] = least
+        return self._known[key]
+
+    @property
+    def tied(self) -> Held:
+        """Memory of weights that both ends of the model use, on each end's stage."""
+        return self.last.tied if self.last else Held()
 
     @cached_property
     def parts(self) -> list[Account]:
@@ -114,16 +144,6 @@ class LayerPrices:
         most."""
         return max(part.batch_residuals for part in self.parts or [self.whole])
 
-    @cached_property
-    def tied(self) -> Held:
-        """Memory of weights that both ends of the model use, on each end's stage."""
-        twice, once = sum((p.held for p in self.parts), Held()), self.whole.held
-        return Held(
-            max(0.0, twice.parameters - once.parameters),
-            max(0.0, twice.trained - once.trained),
-            max(0.0, twice.read - once.read),
-        )
-
     def combine(
         self, other: LayerPrices, of: Callable[[Account, Account], Account]
     ) -> LayerPrices:
@@ -132,9 +152,12 @@ class LayerPrices:
         def both(x: Account | None, y: Account | None) -> Account | None:
             return of(x, y) if x and y else None
 
-        parts = ((getattr(self, n), getattr(other, n)) for n in POSITIONS)
-        whole = of(self.whole, other.whole)
-        return LayerPrices(self.runs, whole, *(both(*pair) for pair in parts))
+        parts = (both(getattr(self, n), getattr(other, n)) for n in POSITIONS)
+
+        def whole() -> Account:
+            return of(self.whole, other.whole)
+
+        return LayerPrices(self.runs, whole, *parts)
 
     def settled(self) -> LayerPrices:
         """The prices with peaks of memory, without the levels of each node."""
@@ -145,8 +168,8 @@ class LayerPrices:
                 *(p.settled() if isinstance(p, PartLevels) else p for p in parts)
             )
 
-        parts = (getattr(self, n) for n in POSITIONS)
-        return LayerPrices(self.runs, of(self.whole), *(p and of(p) for p in parts))
+        parts = ((part := getattr(self, n)) and of(part) for n in POSITIONS)
+        return LayerPrices(self.runs, lambda: of(self.whole), *parts)
 
 
 class Way(NamedTuple):
@@ -184,41 +207,32 @@ class Cut:
     counts: frozenset[str]
     shares: bool = True
     deeper: bool = False
+    _known: dict[tuple[int, bool], Joints] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
-    def whole(self) -> Stage:
-        return self.stages[0]
-
-    @property
-    def last(self) -> Stage | None:
-        """The last run by itself."""
-        return self.stages[2 + (len(self.stages) > 3)] if self.stages[1:] else None
+    def last_run(self) -> int:
+        """Which of the stages is the last run by itself, of several."""
+        return min(3, len(self.stages) - 1)
 
     @cached_property
     def tied(self) -> frozenset[str]:
         """Names in the last run of parameters that the first one uses as well."""
-        if (last := self.last) is None:
+        if not self.stages[1:]:
             return frozenset()
-        there = {*self.stages[1].names.values()}
+        last, there = self.stages[self.last_run], {*self.stages[1].names.values()}
         return frozenset(v.name for v in last.params if last.names[v.name] in there)
 
-    @cached_property
-    def whole_backwards(self) -> tuple[Joints, ...]:
-        """Forward and backward of each stage."""
-        return self._joints(halves=False)
-
-    @cached_property
-    def split_backwards(self) -> tuple[Joints, ...]:
-        """The same with backwards in halves."""
-        return self._joints(halves=True)
-
-    def _joints(self, halves: bool) -> tuple[Joints, ...]:
-        plan, sizes = self.plan, self.plan.sizes
-        how = sizes, dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
-        return tuple(
-            Joints(*join_both(draft)) if self.shares else Joints(join(draft), None)
-            for draft in (Draft(stage, *how) for stage in self.stages)
-        )
+    def joints(self, stage: int, halves: bool) -> Joints:
+        """Forward and backward of a stage. halves: of the latter, apart."""
+        if (key := (stage, halves)) not in self._known:
+            plan, sizes = self.plan, self.plan.sizes
+            how = sizes, dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
+            draft = Draft(self.stages[stage], *how)
+            both = join_both(draft) if self.shares else (join(draft), None)
+            self._known[key] = Joints(*both)
+        return self._known[key]
 
 
 class Joints(NamedTuple):
@@ -258,34 +272,41 @@ def cut_layers(
     return Cut(plan, stages, frozenset(sharded.counts), shares, deeper)
 
 
-def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
-    """Prices with some of the forward made again; halves: of the backward, apart."""
-    plan = replace(cut.plan, recompute=recompute)
-    device = device.running(plan.tf32, plan.backend)
-    backwards = cut.split_backwards if halves else cut.whole_backwards
-    several = {0, len(backwards) - 1} if cut.deeper else set()
-    whole, *row = [
-        _price(joints, plan, cut, device, i not in several)
-        for i, joints in enumerate(backwards)
-    ]
-    if not row:
+def price_cut(
+    make_cut: Callable[[], Cut], recompute: str, device: Device, halves: bool
+) -> LayerPrices:
+    """Prices of a cut, with some of the forward made again; halves: of the backward,
+    apart. make_cut: is called again where the whole is priced, which may be later, so
+    that prices do not keep it."""
+
+    def of(i: int) -> Account:
+        return _price(make_cut(), i, recompute, device, halves)
+
+    cut, whole = make_cut(), partial(of, 0)
+    count = len(cut.stages)
+    if count == 1:
         return LayerPrices(1, whole)
-    if len(row) == 2:
-        first, last = row
-        return LayerPrices(2, whole, first=first, last=last)
-    first, middle, last, together = row
-    return LayerPrices(3, whole, first, middle, last, together - last)
+    ends = (cut.joints(i, halves).usual for i in (1, cut.last_run))
+    tied = held_by_both(*ends)
+    if count == 3:
+        return LayerPrices(2, whole, of(1), last=of(2).changed(tied=tied))
+    first, middle, last, together = map(of, range(1, count))
+    more = together - last
+    return LayerPrices(3, whole, first, middle, last.changed(tied=tied), more)
 
 
 def _price(
-    joints: Joints, plan: Plan, cut: Cut, device: Device, peaks: bool
+    cut: Cut, stage: int, recompute: str, device: Device, halves: bool
 ) -> Account:
-    """peaks: whether what is alive at once counts."""
-    policies = joints.usual.stage.policies(plan)
+    plan, joints = replace(cut.plan, recompute=recompute), cut.joints(stage, halves)
+    device = device.running(plan.tf32, plan.backend)
+    policies = cut.stages[stage].policies(plan)
     local, sharing = finish(joints.usual, policies), None
     if joints.makes:
-        tied = cut.tied if local.stage is cut.last else ()
+        tied = cut.tied if stage == cut.last_run else ()
         makes = finish(joints.makes, policies)
+        # What is alive at once counts of single runs where there are more of them.
+        peaks = not (cut.deeper and stage in (0, len(cut.stages) - 1))
         sharing = Sharing(makes, joints.makes.made, peaks, tied)
     made = [n for n in local.prologue if any(v.name in cut.counts for v in n.results)]
     added = join_exchanges(_added_up(node, local.prologue) for node in made)
@@ -306,4 +327,4 @@ def price_layers(
 ) -> LayerPrices:
     """Cut and price at once, see both."""
     cut = cut_layers(named, plan, starts)
-    return price_cut(cut, plan.recompute, device, halves).settled()
+    return price_cut(lambda: cut, plan.recompute, device, halves).settled()

@@ -8,19 +8,20 @@ most that is alive where nobody shares them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..cost import Exchange, Levels, join_exchanges
-from ..graph import Value
+from ..graph import Node, Value
 from ..mesh import AXES, TIME
 from ..price.account import WHERE, Account, Alive, Held, PartCost, PartLevels
 from ..shard.parameter_sharding import find_casts
 from ..stage.blocks import NOTHING, block_messages
 from ..stage.count_footprint import footprint_of, levels_by_block
+from ..stage.differentiate import Joint
 from ..stage.local_stage import LocalStage
 from ..stage.storages import Storages, storages
 
@@ -60,23 +61,14 @@ def with_held(
         ]
     elif sharing:
         parts = [PartLevels(**vars(part)) for part in parts]
-    casts = find_casts(local.prologue, local.params)
-    read = _read(local, casts)
-    of_casts: Counter[str] = Counter()  # by the parameter that is cast
-    for name, n in read.items():
-        of_casts[casts.get(name, "")] += n
-    held = of_experts = Held()
-    for v in local.params:
-        cast = of_casts[v.name]
-        trained = v.bytes * (v.name in local.grads)
-        of_read = cast + read.get(v.name, 0)
-        own = Held(v.bytes, trained, of_read, cast, trained * offload)
-        held += own
-        of_experts += own if v.name in experts else Held()
+    held = _held(local.params, local.grads, local.prologue, local.nodes)
+    if offload:
+        held = {k: x.changed(offloaded=x.trained) for k, x in held.items()}
+    of_experts = (x for name, x in held.items() if name in experts)
     return replace(
         account.with_parts(*parts),
-        held=held,
-        experts=of_experts,
+        held=sum(held.values(), Held()),
+        experts=sum(of_experts, Held()),
         residuals=sizes.residuals,
         batch_residuals=_batch_residuals(local, usual[0]),
         weight_residuals=sizes.weight_residuals,
@@ -145,10 +137,43 @@ def find_experts(local: LocalStage) -> set[str]:
     return {name for name, axis in named if shardings[name].place(axis) is not None}
 
 
-def _read(local: LocalStage, casts: Mapping[str, str]) -> dict[str, int]:
-    """Bytes of parameters and of casts that are computed with, by name."""
-    readers = (n for n in local.nodes if not {v.name for v in n.results} & casts.keys())
+def held_by_both(first: Joint, last: Joint) -> Held:
+    """The memory of parameters that both stages use, on each of them."""
+
+    def by_name(joint: Joint) -> dict[str, Held]:
+        params, names = joint.sources["params"], joint.stage.names
+        held = _held(params, joint.grads, joint.prologue, joint.graph.nodes)
+        return {names[name]: own for name, own in held.items()}
+
+    of_first, total = by_name(first), Held()
+    for name, own in by_name(last).items():
+        if other := of_first.get(name):
+            cast = min(own.cast, other.cast)
+            read = cast + min(own.read - own.cast, other.read - other.cast)
+            total += Held(own.parameters, own.trained, read)
+    return total
+
+
+def _held(
+    params: Iterable[Value],
+    grads: Collection[str],
+    prologue: Sequence[Node],
+    nodes: Sequence[Node],
+) -> dict[str, Held]:
+    """What each parameter takes. nodes: all that a rank runs, prologue and others."""
+    casts = find_casts(prologue, params)
+    made = {v.name: v.bytes for n in prologue for v in n.results if v.name in casts}
+    readers = (n for n in nodes if not {v.name for v in n.results} & casts.keys())
     read = {v.name for n in readers for v in n.operands}
-    read_bytes = {v.name: v.bytes for v in local.params if v.name in read}
-    made = (v for n in local.prologue for v in n.results)
-    return read_bytes | {v.name: v.bytes for v in made if v.name in casts}
+    of_casts: Counter[str] = Counter()  # by the parameter that is cast
+    for name, size in made.items():
+        of_casts[casts[name]] += size
+    return {
+        v.name: Held(
+            v.bytes,
+            v.bytes * (v.name in grads),
+            of_casts[v.name] + v.bytes * (v.name in read),
+            of_casts[v.name],
+        )
+        for v in params
+    }

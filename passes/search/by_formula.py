@@ -100,7 +100,7 @@ def least_bytes(
     the backward of a layer has alive beside that; or what it has alive anyway. working:
     without, prices with backwards whole hold for those in halves too. times: as many
     samples as prices are of, of which more residuals are gone where most is alive."""
-    whole = costs.stage(True, runs, True)
+    whole = costs.least(runs, _stages(candidate))
     most, beside = costs.least_alive[candidate.shares] if working else (0.0, 0.0)
     beside -= (times - 1) * costs.batch_residuals
     ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
@@ -117,7 +117,7 @@ def least_states(
     candidate: Candidate, runs: int, costs: LayerPrices, timed: Timer
 ) -> float:
     """The part of `least_bytes` that only the mesh and the stage of ZeRO decide."""
-    states, _ = timed(candidate).resting(costs.stage(True, runs, True))
+    states, _ = timed(candidate).resting(costs.least(runs, _stages(candidate)))
     return 0.97 * states / candidate.mesh.pipeline_ranks
 
 
@@ -158,13 +158,13 @@ def least_seconds(
 ) -> float:
     """No more than `rough` finds, by prices of the same layers with nothing computed
     again, or with backwards whole: what microbatches take of ranks on average."""
-    took = timed(candidate).seconds(costs.stage(True, runs, True)).total
+    took = timed(candidate).seconds(costs.least(runs, _stages(candidate))).total
     return 0.999 * candidate.microbatches * took / candidate.mesh.pipeline_ranks
 
 
 def least_computing(candidate: Candidate, runs: int, costs: LayerPrices) -> float:
     """The part of `least_seconds` in which nothing is waited for, found at once."""
-    parts = costs.stage(True, runs, True).microbatch.values()
+    parts = costs.least(runs, _stages(candidate)).microbatch.values()
     seconds = sum(part.seconds for part in parts)
     return 0.999 * candidate.microbatches * seconds / candidate.mesh.pipeline_ranks
 
@@ -240,6 +240,10 @@ def rough_seconds(
     return seconds + max(sum(terms.values()) for terms in joined)
 
 
+def _stages(candidate: Candidate) -> int:
+    return candidate.mesh.pipeline_ranks * candidate.stages_per_rank
+
+
 def in_flight(candidate: Candidate) -> int:
     """Counts microbatches in flight at most, on all stages of a rank together."""
     ranks, m = candidate.mesh.pipeline_ranks, candidate.microbatches
@@ -252,7 +256,7 @@ def _balanced(
     candidate: Candidate, runs: int, prices: LayerPrices, timed: Timed
 ) -> tuple[int, ...] | None:
     """Layers of each stage, so that the slowest rank is as fast as can be."""
-    stages = candidate.mesh.pipeline_ranks * candidate.stages_per_rank
+    stages = _stages(candidate)
     if stages == 1:
         return (runs,)
     if stages > runs:

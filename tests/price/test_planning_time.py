@@ -207,9 +207,21 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
         joined.clear()
         find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, sizes={"tp": (1, 2)})
         found.append(len(joined))
-    # The whole model, its first, middle, last and last two layers; three microbatch
-    # sizes; the backward in one piece and in halves; layers whole and split on tp.
-    assert found == [5 * 3 * 2 * 2] * 2
+    # Its first, middle, last and last two layers, and for plans without a pipeline the
+    # whole model; three microbatch sizes; the backward in one piece and in halves;
+    # layers whole and split on tp.
+    ways = 3 * 2 * 2
+    assert all(4 * ways < n < 5 * ways for n in found)
+    assert found[1] <= found[0]
+
+
+def test_all_layers_together_are_priced_for_a_rank_that_has_them_all(joined) -> None:
+    of = plain_gpt(layers=4).short()
+    cluster = cluster_of("4xA100-80GB")
+    for mesh, most in (("pp=2,dp=2", 2), ("dp=4", 3)):
+        joined.clear()
+        plans = find_plans(of, cluster, 32, Mesh.parse(mesh), sizes={})
+        assert plans.best and max(len(stage.layers) for stage in joined) == most
 
 
 @pytest.mark.matrix(quick=1)

@@ -65,7 +65,7 @@ def local_of(case: Case, mesh: str, halves: bool, **options) -> LocalStage:
     plan = make_plan(mesh, microbatches=2, **options)
     named = name_dims(normalize(case.trace()))
     sizes = plan.sizes
-    whole = cut_layers(named, plan, ("",)).whole
+    whole = cut_layers(named, plan, ("",)).stages[0]
     at_zero = dict.fromkeys(sizes, 0)
     return differentiate(whole, sizes, at_zero, zero=plan.zero, halves=halves)
 
