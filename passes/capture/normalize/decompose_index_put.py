@@ -11,6 +11,7 @@ from ...graph import Node, Value
 from ...ops.arguments import arguments
 from ...rewrite import Rewriter
 from ..normalize.decompose_index import own_places, spread
+from ..rows.masked_rows import in_places, row_mask, set_where
 
 
 def index_put(rewriter: Rewriter, node: Node) -> Value | None:
@@ -20,6 +21,18 @@ def index_put(rewriter: Rewriter, node: Node) -> Value | None:
     if len(masks) == 1 and masks[0].dtype == torch.bool and not accumulate:
         return _by_mask(rewriter, node, x, indices, values)
     return _each_in_its_own(rewriter, node, x, indices, values)
+
+
+def masked_scatter(rewriter: Rewriter, node: Node) -> Value:
+    """`x.masked_scatter(mask, values)`: of whole rows where the mask chooses these, as
+    images' tokens in a text, else of elements."""
+    x, mask, values = arguments(node).values()
+    mask = row_mask(rewriter, mask, x.shape)
+    if values.numel % math.prod(x.shape[len(mask.shape) :]):  # with some left over
+        mask = rewriter.expand(node.arg("mask"), x.shape)
+    rest = x.shape[len(mask.shape) :]
+    values = rewriter.reshape(values, (values.numel // math.prod(rest), *rest))
+    return set_where(rewriter, mask, in_places(rewriter, mask, values), x)
 
 
 def _each_in_its_own(
@@ -55,26 +68,13 @@ def _by_mask(
 ) -> Value:
     """`x[..., mask] = values`: each element is its value or what it was.
 
-    values: broadcast to [..., chosen, *rest]. How many a mask chooses is not asked for,
-    as torch does (`nonzero`): an element gets as many-eth a value as were chosen
-    before it.
+    values: broadcast to [..., chosen, *rest].
     """
     first, mask = next((i, m) for i, m in enumerate(indices) if m is not None)
     rest = x.shape[first + len(mask.shape) :]
     if len(values.shape) > len(rest):
-        values = _in_places(rewriter, mask, values, len(values.shape) - len(rest) - 1)
+        values = in_places(rewriter, mask, values, len(values.shape) - len(rest) - 1)
     shape = (*mask.shape, *(1 for _ in rest))
     return rewriter.like(
         node, "aten.where.self", rewriter.reshape(mask, shape), values, x
     )
-
-
-def _in_places(rewriter: Rewriter, mask: Value, values: Value, along: int) -> Value:
-    """Values of the chosen elements, in dim `along`, where these are in the mask."""
-    chosen = rewriter.reshape(mask, (mask.numel,))
-    number = rewriter.emit("aten.cumsum.default", chosen, 0)
-    number = rewriter.emit("aten.sub.Tensor", number, 1)
-    number = rewriter.emit("aten.clamp.default", number, 0, values.shape[along] - 1)
-    placed = rewriter.emit("aten.index_select.default", values, along, number)
-    shape = values.shape
-    return rewriter.reshape(placed, (*shape[:along], *mask.shape, *shape[along + 1 :]))

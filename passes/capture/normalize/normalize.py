@@ -26,7 +26,7 @@ from ...traced import Traced
 from ..normalize.counted_rows import COUNTED_RULES
 from ..normalize.decompose_composites import COMPOSITE_RULES
 from ..normalize.decompose_index import index
-from ..normalize.decompose_index_put import index_put
+from ..normalize.decompose_index_put import index_put, masked_scatter
 from ..normalize.decompose_slices import SLICE_RULES
 from ..normalize.grouped_queries import repeat_interleave
 from ..normalize.hoist_splits import hoist_splits
@@ -340,6 +340,7 @@ MEANING: dict[str, Rule] = {
     "aten.topk": choice,
     "aten.index": index,
     "aten.index_put": index_put,
+    "aten.masked_scatter": masked_scatter,
     "aten.mul": tanh_gelu,
     "aten.mean": mean,
     "aten.scaled_dot_product_attention": attention,

@@ -25,6 +25,7 @@ from ...ops.rules import is_pointwise
 from ...rewrite import Rewriter, Rule, broadcast_tensors, expand_as
 from ..forward.values_read import WITHOUT_ROWS
 from ..rows.distinct import one_at_most
+from ..rows.masked_rows import in_places, row_mask, set_where
 from ..rows.reduce_rows import REDUCTIONS, reduced
 from ..rows.rows import ADDING, CHOOSES, Rows
 
@@ -309,6 +310,8 @@ class Keeper:
         lead = shape if math.prod(shape) == rows.count else rows.extents
         among = tensors[1 if by_mask else len(lead) :]
         of_rows = among if by_mask else tensors
+        if not (by_mask or accumulate) and [t.dtype for t in indices] == [torch.bool]:
+            return self.move(y, tensors[0], values)
         known = all(self.of(i) and len(i.shape) == 1 for i in of_rows)
         known = known and (by_mask or self.counts(indices[: len(lead)], lead))
         if self.of(y) or y.shape[: len(lead)] != lead or len(among) > 1 or not known:
@@ -371,20 +374,19 @@ class Keeper:
     def masked_scatter(self, node: Node, rows: Rows) -> Value | None:
         """`y.masked_scatter(mask, values)`, where whole rows are masked."""
         y, mask, values = arguments(node).values()
-        lead, written = rows.extents, self.of(values)
-        count = (rows.count, *y.shape[len(lead) :])
+        mask, written = row_mask(self.rewriter, mask, y.shape), self.of(values)
+        if self.name_of(mask) != rows.mask:
+            return self.move(y, mask, values)
+        count = (rows.count, *y.shape[len(mask.shape) :])
         if self.of(y) or not written or written.dim or values.shape != count:
             return None
-        while mask.shape != lead:
-            view = self.rewriter.producer(mask, "aten.unsqueeze", "aten.expand")
-            rest = mask.shape[len(lead) :]
-            if view is None or mask.shape[: len(lead)] != lead or not rest:
-                return None
-            mask = view.operands[0]
-        if self.name_of(mask) != rows.mask:
-            return None
         values = self.rewriter.reshape(values, y.shape)
-        chosen = self.rewriter.reshape(
-            mask, (*lead, *(1 for _ in y.shape[len(lead) :]))
-        )
-        return self.rewriter.emit("aten.where.self", chosen, values, y)
+        return set_where(self.rewriter, mask, values, y)
+
+    def move(self, y: Value, mask: Value, values: Value) -> Value | None:
+        """`y[mask] = values`, of rows that another mask chose."""
+        rows, rest = self.of(values), y.shape[len(mask.shape) :]
+        if self.of(y) or not rows or rows.dim or values.shape[1:] != rest:
+            return None
+        values = in_places(self.rewriter, mask, values, chosen=rows.chosen)
+        return set_where(self.rewriter, mask, values, y)
