@@ -23,6 +23,7 @@ import autopar
 from autopar.capture.entries import is_users_file
 from autopar.capture.frozen_values import FrozenValues
 from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 
 BETA = 0.5
 UNREAD = 1
@@ -104,9 +105,9 @@ def of_file(x: Tensor) -> Tensor:
 
 
 class Run:
-    """A compiled step, and what a script has around it."""
+    """A compiled step, and what a script has around it. program: compiled before."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program | None = None) -> None:
         torch.manual_seed(0)
         self.model = randomize(Annealed()).double()
         self.beta, self.seen = 0.1, 0
@@ -124,7 +125,11 @@ class Run:
 
         self.set_beta = set_beta
         self.step = autopar.compile(
-            self.model, "", loss_fn=loss_fn, example_inputs=self.batch
+            self.model,
+            "",
+            loss_fn=loss_fn,
+            example_inputs=self.batch,
+            program=program,
         )
 
 
@@ -183,10 +188,15 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "UNREAD", 1)
 
 
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return Run().step.program
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", CHANGES)
-def test_a_number_that_changes_is_refused(where):
-    run = Run()
+def test_a_number_that_changes_is_refused(where, program):
+    run = Run(program)
     run.step(**run.batch)
     change, name = CHANGES[where]
     change(run)

@@ -1,8 +1,9 @@
 """An export without what nobody reads of it, which took a third of its time.
 
 For each node torch makes the text of all frames that are running, torch's own and their
-source lines too, of which the last line of a user's is read; and for each stage of an
-export it writes and compiles a forward, of which none is called.
+source lines too, of which the last line of a user's is read, and notes what its tensor
+says itself; and for each stage of an export it writes and compiles a forward, of which
+none is called.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from traceback import FrameSummary, StackSummary
 from types import FrameType
 from typing import Any
 
+import torch
+from torch.export import exported_program
 from torch.fx import proxy
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.utils._traceback import CapturedTraceback
 
 from ...replaced import replaced
@@ -26,6 +30,7 @@ from ..forward.user_frames import TORCH, is_users
 FORWARD = "forward"
 PYTHON = os.path.dirname(inspect.__file__) + os.sep
 INSTALLED = ("site-packages", "dist-packages")
+EXPORT = torch.export.export.__code__  # below it are no frames of a model
 
 
 class UserFrames(CapturedTraceback):
@@ -38,22 +43,32 @@ class UserFrames(CapturedTraceback):
     def summary(self) -> StackSummary:
         """The forwards that are running, of which alone torch takes note, and what the
         innermost one has called of its own folder: that is named so too."""
-        frames: list[tuple[str, int, str]] = []
-        frame: FrameType | None = inspect.currentframe()
-        while frame is not None:
-            code = frame.f_code
+        running: list[FrameType] = []
+        own = inspect.currentframe()
+        frame = own and own.f_back  # a list of its own frame would hold itself
+        del own
+        while frame is not None and (code := frame.f_code) is not EXPORT:
             if not code.co_filename.startswith(TORCH):
-                frames.append((code.co_filename, frame.f_lineno, code.co_name))
+                running.append(frame)
             frame = frame.f_back
-        forwards = [i for i, (_, _, name) in enumerate(frames) if name == FORWARD]
-        kept = [frames[i] for i in forwards]
-        for file, line, _ in frames[: forwards[0] if forwards else 0]:
-            if is_users(file) and _belongs(file, kept[0][0]):
-                kept.insert(0, (file, line, FORWARD))
+        forwards = [i for i, f in enumerate(running) if f.f_code.co_name == FORWARD]
+        kept = [_line_of(running[i]) for i in forwards]
+        for frame in running[: forwards[0] if forwards else 0]:
+            file = frame.f_code.co_filename
+            if is_users(file) and _belongs(file, kept[0].filename):
+                kept.insert(0, _line_of(frame))
                 break
-        return StackSummary.from_list(
-            [FrameSummary(*f, lookup_line=False, line="") for f in kept[::-1]]
-        )
+        return StackSummary.from_list(kept[::-1])
+
+
+def _line_of(frame: FrameType) -> FrameSummary:
+    """The line that a frame is at, as one of a forward."""
+    return _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _line(file: str, line: int) -> FrameSummary:
+    return FrameSummary(file, line, FORWARD, lookup_line=False, line="")
 
 
 def _belongs(file: str, to: str) -> bool:
@@ -75,5 +90,8 @@ def folder_of(file: str) -> str:
 def lean_export() -> Iterator[None]:
     """Makes torch.export.export do less, for the same graph."""
     frames = replaced(proxy, "CapturedTraceback", UserFrames)
-    with frames, _use_lazy_graph_module(True):
+    facts = replaced(proxy_tensor, "_extract_tensor_metadata", lambda tensor: None)
+    making = "_create_graph_module_for_export"
+    lazily = replaced(exported_program, making, _make_graph_module)
+    with frames, facts, lazily, _use_lazy_graph_module(True):
         yield
