@@ -79,6 +79,9 @@ def _gpu(
 # Matmul FLOPS"). Where it reaches less, so do they, in the proportion of the H100: on a
 # B200 (0.776), a GB200 (0.729) and an MI300X (0.514). A B300's and an MI325X's are as
 # many as a B200's and an MI300X's, and taken to be as good.
+# Words that drivers and shops add: makers, series, and forms that are not named in a
+# row of their own.
+UNSAID = re.compile("|NVIDIA|TESLA|GEFORCE|AMD|INSTINCT|SXM[0-9]?|OAM|HBM[0-9]?E?")
 DEVICES = {
     device.name: device
     for device in (
@@ -170,7 +173,7 @@ def cluster_of(text: str) -> Cluster:
 
     Raises: ClusterError.
     """
-    match = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S+)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S.*?)\s*", text)
     if match is None:
         raise ClusterError(
             f"{shown(text)} is not a number of devices and their name",
@@ -188,10 +191,12 @@ def read_devices(text: str) -> int:
 
 
 def device_of(name: str) -> Device:
-    """Returns the device of that name, in any case. Raises ClusterError for an unknown
-    one."""
+    """Returns the device of that name: as a driver says it, `NVIDIA A100-SXM4-80GB`, or
+    as people do, `RTX4090`. Raises ClusterError for an unknown one."""
+    spelled = _spellings(name)
     for known, device in DEVICES.items():
-        if known.lower() == name.lower():
+        memory = f" {device.memory / GB:.0f}GB"
+        if spelled & (_spellings(known) | _spellings(known + memory)):
             return device
     names = {known.lower(): known for known in DEVICES}
     model = re.split(r"[-_ ]", name.lower())[0]  # whatever form it has
@@ -202,6 +207,13 @@ def device_of(name: str) -> Device:
         f"no device is known as {shown(name)}",
         fix=f"{meant}use one of {', '.join(DEVICES)}, or a cluster file",
     )
+
+
+def _spellings(name: str) -> set[object]:
+    """A name in one piece, and as words in any order, without those of `UNSAID`."""
+    every = re.split(r"[^A-Z0-9]+", name.upper())
+    words = [word for word in every if not UNSAID.fullmatch(word)]
+    return {"".join(words), frozenset(words)}
 
 
 def this_cluster(devices: int) -> Cluster:

@@ -149,8 +149,23 @@ def test_devices_are_known_by_the_names_that_torch_gives(
 
 
 @pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("2xRTX4090", "RTX-4090"),
+        ("2x GeForce RTX 4090", "RTX-4090"),
+        ("8xh100_sxm5", "H100"),
+        ("8xH100-80GB-HBM3", "H100"),
+        ("8xNVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("4xA100 80GB PCIe", "A100-PCIe-80GB"),
+    ],
+)
+def test_devices_are_known_by_other_spellings(text: str, known: str) -> None:
+    assert cluster_of(text).device is DEVICES[known]
+
+
+@pytest.mark.parametrize(
     ("name", "meant"),
-    [("H200NVL", "H200-NVL"), ("A100", "A100-80GB"), ("H100-SXM", "H100")],
+    [("H200NVR", "H200-NVL"), ("A100", "A100-80GB"), ("H100-16GB", "H100")],
 )
 def test_names_near_to_that_of_a_device_are_told(name: str, meant: str) -> None:
     with pytest.raises(ClusterError, match=rf"did you mean .*{meant}.*\? else use"):
