@@ -30,6 +30,7 @@ from ..normalize.decompose_index_put import index_put, masked_scatter
 from ..normalize.decompose_slices import SLICE_RULES
 from ..normalize.grouped_queries import repeat_interleave
 from ..normalize.hoist_splits import hoist_splits
+from ..normalize.join_samples import join_samples
 from ..normalize.loss import LOSS_RULES
 from ..normalize.normalize_attention import attention, emit_dropout
 from ..normalize.recognize_experts import (
@@ -54,6 +55,7 @@ def normalize(traced: Traced) -> Traced:
     for node in traced.graph.nodes:
         refuse_unread(node)
     graph = Rewriter(traced.graph, traced.literals).run(CLEAN)
+    graph = join_samples(graph, traced.literals)
     graph = unsort_rows(graph, traced.literals)
     for _ in range(NESTED):
         graph = hoist_splits(Rewriter(graph, traced.literals))
