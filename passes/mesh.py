@@ -154,12 +154,15 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Read `"pp=2,tp=2"`; the empty text is the mesh of one rank.
+        """Read `"pp=2,tp=2"`, or with spaces in place of commas; the empty text is the
+        mesh of one rank.
 
         Raises: MeshError, naming the piece that is wrong.
         """
-        pieces = text.split(",") if text.strip() else []
-        return cls(tuple(_parse_axis(piece.strip(), text) for piece in pieces))
+        tight = re.sub(r"\s*=\s*", "=", text)
+        between = tight.split(",") if text.strip() else []
+        pieces = (piece for several in between for piece in several.split() or [""])
+        return cls(tuple(_parse_axis(piece, text) for piece in pieces))
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)

@@ -126,7 +126,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("explain plan", "has no estimate.json"),
         ("frobnicate", "invalid choice: 'frobnicate'"),
         ("", "arguments are required: COMMAND"),
-        ("inspect plan --frob", "unrecognized arguments: --frob"),
+        ("inspect plan --frob", "autopar inspect does not take --frob"),
+        (
+            "plan model.py:small --devices 2xCPU --batch 8",
+            "fix  did you mean --global-batch?",
+        ),
+        (
+            "plan model.py:small --devices 2xCPU --global_batch=8",
+            "fix  did you mean --global-batch?",
+        ),
+        ("plan gpt2 --devices 2xCPU", "for a model of Hugging Face write hf:gpt2,"),
     ],
 )
 def test_a_wrong_line(

@@ -21,7 +21,8 @@ def add_devices(add: Any, required: bool) -> None:
         "--devices",
         type=text,
         metavar="NxNAME|N",
-        help="number and kind, as 8xA100-80GB; a number alone: of this machine",
+        help="number and kind, as 8xA100-80GB, or nodes too, as 2x8xA100-80GB; a "
+        "number alone: of this machine",
     )
     where.add_argument(
         "--cluster", type=path, metavar="FILE", help="TOML or JSON of devices and links"

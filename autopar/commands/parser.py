@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -50,8 +51,28 @@ class Parser(argparse.ArgumentParser):
         self.fill = fill
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        is_command = self.fill is not None
         self.complete()
-        return super().parse_known_args(args, namespace)
+        known, others = super().parse_known_args(args, namespace)
+        if others and is_command:
+            self._refuse(others)
+        return known, others
+
+    def _refuse(self, others: Sequence[str]) -> NoReturn:
+        """Raises UsageError for arguments that a command does not have."""
+        flags = [*self._option_string_actions]
+        slips = [one.partition("=")[0] for one in others if one.startswith("--")]
+        close = [
+            flag
+            for slip in slips
+            for flag in difflib.get_close_matches(slip, flags, n=2, cutoff=0.75)
+            or [flag for flag in flags if flag.endswith(slip[1:])]
+        ]
+        meant = f"did you mean {' or '.join(close)}? " * bool(close)
+        raise UsageError(
+            f"{self.prog} does not take {' '.join(others)}",
+            fix=f"{meant}see: {self.prog} --help",
+        )
 
     def complete(self) -> Parser:
         """Returns the parser with its arguments."""

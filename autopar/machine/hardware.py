@@ -169,17 +169,26 @@ CPU_LEVELS = (Level(CPU_NODE, 2 * GB, 5e-5), Level(CPU_NODE, 1 * GB, 1e-4))
 
 
 def cluster_of(text: str) -> Cluster:
-    """The cluster that `8xA100-80GB` names, in nodes as they are usually built.
+    """The cluster that `8xA100-80GB` names, in nodes as they are usually built; or
+    `2x8xA100-80GB`, two nodes of eight.
 
     Raises: ClusterError.
     """
-    match = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S.*?)\s*", text)
+    times = r"\s*[xX*]\s*"
+    match = re.fullmatch(rf"\s*([0-9]+)({times}[0-9]+)?{times}(\S.*?)\s*", text)
     if match is None:
+        turned = re.fullmatch(rf"\s*(\S.*?){times}([0-9]+)\s*", text)
+        meant = f"{turned[2]}x{turned[1]}" if turned else "for instance 8xA100-80GB"
         raise ClusterError(
             f"{shown(text)} is not a number of devices and their name",
-            fix="write for instance 8xA100-80GB",
+            fix=f"write {meant}",
         )
-    return make_cluster(device_of(match[2]), read_devices(match[1]))
+    count, node, name = match.groups()
+    device = device_of(name)
+    if node is None:
+        return make_cluster(device, read_devices(count))
+    own = read_devices(node.strip(" xX*"))
+    return make_cluster(device, read_devices(str(int(count) * own)), own)
 
 
 def read_devices(text: str) -> int:

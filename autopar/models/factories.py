@@ -31,11 +31,12 @@ def find_factory(spec: str) -> Callable[[], Any]:
     ModelError."""
     where, colon, name = spec.rpartition(":")
     if not (where and colon and name):
-        raise ModelError(
-            f"{shown(spec)} does not name a model",
-            fix="write file.py:factory, module:factory, hf:gpt2 or hf:config.json"
-            + (f": {spec}:FACTORY, a function in it" if spec.endswith(".py") else ""),
-        )
+        fix = "write file.py:factory, module:factory, hf:gpt2 or hf:config.json"
+        if spec.endswith(".py"):
+            fix += f": {spec}:FACTORY, a function in it"
+        elif spec and ":" not in spec:
+            fix = f"for a model of Hugging Face write hf:{spec}, else {fix[6:]}"
+        raise ModelError(f"{shown(spec)} does not name a model", fix=fix)
     module = _from_file(Path(where)) if where.endswith(".py") else _by_name(where)
     factory = getattr(module, name, None)
     if isinstance(factory, nn.Module):

@@ -163,6 +163,14 @@ def test_devices_are_known_by_other_spellings(text: str, known: str) -> None:
     assert cluster_of(text).device is DEVICES[known]
 
 
+def test_nodes_of_other_sizes_are_told_by_their_number() -> None:
+    assert cluster_of("2x8xH100") == cluster_of("16xH100")
+    small = cluster_of("4 x 4 x A100-80GB")
+    assert [level.devices for level in small.levels] == [4, 16]
+    with pytest.raises(ClusterError, match=r"\n.*write 8xH100"):
+        cluster_of("H100x8")
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("H200NVR", "H200-NVL"), ("A100", "A100-80GB"), ("H100-16GB", "H100")],

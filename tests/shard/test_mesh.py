@@ -11,7 +11,8 @@ def test_text_round_trips(text):
 
 
 def test_blanks_are_allowed():
-    assert Mesh.parse(" pp = 2 , tp=4 ") == Mesh((("pp", 2), ("tp", 4)))
+    for text in (" pp = 2 , tp=4 ", "pp=2 tp=4", "pp=2\ttp= 4"):
+        assert Mesh.parse(text) == Mesh((("pp", 2), ("tp", 4)))
 
 
 @pytest.mark.parametrize(
