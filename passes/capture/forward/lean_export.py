@@ -2,8 +2,8 @@
 
 For each node torch makes the text of all frames that are running, torch's own and their
 source lines too, of which the last line of a user's is read, and notes what its tensor
-says itself; and for each stage of an export it writes and compiles a forward, of which
-none is called.
+says itself, and where numbers of rows come from; and for each stage of an export it
+writes and compiles a forward, of which none is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.export import exported_program
+from torch.export import _trace, exported_program
 from torch.fx import proxy
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -89,9 +89,12 @@ def folder_of(file: str) -> str:
 @contextmanager
 def lean_export() -> Iterator[None]:
     """Makes torch.export.export do less, for the same graph."""
-    frames = replaced(proxy, "CapturedTraceback", UserFrames)
-    facts = replaced(proxy_tensor, "_extract_tensor_metadata", lambda tensor: None)
     making = "_create_graph_module_for_export"
-    lazily = replaced(exported_program, making, _make_graph_module)
-    with frames, facts, lazily, _use_lazy_graph_module(True):
+    with (
+        replaced(proxy, "CapturedTraceback", UserFrames),
+        replaced(proxy_tensor, "_extract_tensor_metadata", lambda tensor: None),
+        replaced(_trace, "_replace_unbacked_bindings", lambda module: None),
+        replaced(exported_program, making, _make_graph_module),
+        _use_lazy_graph_module(True),
+    ):
         yield
