@@ -45,6 +45,17 @@ def in_place(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def of_tables(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y, share = torch.zeros_like(x), torch.zeros(len(x))
+    for e, expert in enumerate(m.experts):
+        row, place = (chosen == e).nonzero().T
+        turned = torch.argwhere(chosen == e).transpose(0, 1).permute(1, 0).t()
+        y.index_add_(0, turned[0], expert(x[turned[-2]]) * weight[row, place, None])
+        share.index_fill_(0, row, e)
+        share = share.index_fill(0, row, x.mean())
+    return y * share[:, None]
+
+
 def one_hot(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     masks = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)

@@ -53,6 +53,7 @@ from models_of_rows import (
     of_length,
     of_one_mask,
     of_samples,
+    of_tables,
     of_two,
     one_hot,
     others,
@@ -85,6 +86,11 @@ def test_a_mask_and_a_view_of_it_choose_the_same_rows() -> None:
 
 def test_rows_may_be_looked_up_by_lists_of_them() -> None:
     case(of_all, listed).verify("dp=2", 1)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_tables_of_rows_may_be_turned_and_rows_filled(mesh: str) -> None:
+    case(of_all, of_tables).verify(mesh, 1)
 
 
 def test_of_one_row_several_may_be_chosen() -> None:

@@ -15,6 +15,14 @@ from ..forward.values_read import Unknown, has_shape
 from ..rows.chosen_rows import rows_of
 from ..rows.rows import CHOOSES
 
+# What turns a table of places round, and which dims it names then.
+TURNS: dict[str, tuple] = {
+    "aten.t.default": ((),),
+    "aten.numpy_T.default": ((),),
+    "aten.permute.default": (((1, 0),), ((-1, -2),), ((-1, 0),), ((1, -2),)),
+    "aten.transpose.int": ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1), (1, -2)),
+}
+
 
 class ChosenRows:
     """Sizes that are not known before a program runs -> how many rows stand for them,
@@ -29,6 +37,7 @@ class ChosenRows:
         self.chosen: dict[tuple[str, str], tuple[Value, ...]] = {}
         self.masks: dict[str, Value] = {}  # those sizes -> what chooses so many
         self.columns: dict[str, tuple[Value, ...]] = {}  # of a table of places, its own
+        self.turned: set[str] = set()  # tables that have them as rows
 
     def shape(self, fake: torch.Tensor) -> tuple[int, ...] | None:
         """The shape of a tensor; None if its rows are not those of a mask."""
@@ -55,7 +64,7 @@ class ChosenRows:
             self.columns[table.name] = places
             return table
         if args and isinstance(args[0], Value) and args[0].name in self.columns:
-            return self._column(name, args)
+            return self._column(name, args, where)
         if name == "aten.masked_select.default" and args[0].shape == args[1].shape:
             args, name = (args[0], (args[1],)), "aten.index.Tensor"
         if name == "aten.index.Tensor" and not has_shape(fake):
@@ -64,13 +73,23 @@ class ChosenRows:
             return self._cut(node, args, where)
         return None
 
-    def _column(self, name: str, args: tuple) -> Any:
-        """`table[:, 0]`, or all columns of one; None of another part."""
+    def _column(self, name: str, args: tuple, where: Location) -> Any:
+        """`table[:, 0]`, or all columns of one, also of it turned; None of another
+        part."""
         table, dim, *index = args if len(args) > 1 else (*args, 0)
-        columns = self.columns[table.name]
-        if dim in (1, -1) and name == "aten.select.int":
+        columns, turned = self.columns[table.name], table.name in self.turned
+        if args[1:] in TURNS.get(name, ()):
+            shape = table.shape[::-1]
+            new = self.builder.emit(name, args, shape, table.dtype, where)
+            self.columns[new.name] = columns
+            if not turned:
+                self.turned.add(new.name)
+            return new
+        if dim % 2 == turned:
+            return None
+        if name == "aten.select.int":
             return columns[index[0]]
-        return columns if dim in (1, -1) and name == "aten.unbind.int" else None
+        return columns if name == "aten.unbind.int" else None
 
     def _cut(self, node: fx.Node, args: tuple, where: Location) -> Value | None:
         """`rows[:most]`: as many stand for some of the rows as for all; what it is, if

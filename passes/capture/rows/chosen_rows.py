@@ -25,7 +25,7 @@ from ...ops.rules import is_pointwise
 from ...rewrite import Rewriter, Rule, broadcast_tensors, expand_as
 from ..forward.values_read import WITHOUT_ROWS
 from ..rows.distinct import one_at_most
-from ..rows.masked_rows import in_places, row_mask, set_where
+from ..rows.masked_rows import moved, row_mask, set_where
 from ..rows.reduce_rows import REDUCTIONS, reduced
 from ..rows.rows import ADDING, CHOOSES, Rows
 
@@ -150,6 +150,7 @@ class Keeper:
             "aten.masked_scatter": self.masked_scatter,
             "aten.scatter": self.index_copy,
             "aten.index_copy": self.index_copy,
+            "aten.index_fill": self.index_fill,
         }
         made: Any = None
         if not node.results:  # an assertion
@@ -232,9 +233,8 @@ class Keeper:
         tensors = [i for i in indices if i is not None]
         first = indices.index(tensors[0])
         last, lead = first + len(tensors), len(tensors) - 1
-        if self.of(x) or any(not self.of(i) or len(i.shape) != 1 for i in tensors):
-            return None
-        if None in indices[first:last]:
+        apart = self.of(x) or None in indices[first:last]
+        if apart or any(not self.of(i) or len(i.shape) != 1 for i in tensors):
             return None
         emit, reshape = self.rewriter.emit, self.rewriter.reshape
         if self.counts(tensors, x.shape[first:last]):
@@ -273,10 +273,14 @@ class Keeper:
             replace(node, op="aten.index.Tensor", args=(x, indices)), rows
         )
 
+    def which(self, rows: Rows, x: Value, dim: int) -> Value:
+        """Which rows are chosen, as a mask of x with these along a dim."""
+        shape = [rows.count if d == dim else 1 for d in range(len(x.shape))]
+        return self.rewriter.reshape(rows.chosen, shape)
+
     def masked(self, x: Value, rows: Rows, dim: int, other: float = 0) -> Value:
         """What counts of x: 0 in rows that were not chosen."""
-        shape = [rows.count if d == dim else 1 for d in range(len(x.shape))]
-        chosen = self.rewriter.reshape(rows.chosen, shape)
+        chosen = self.which(rows, x, dim)
         return self.rewriter.emit("aten.where.ScalarOther", chosen, x, other)
 
     def counted(self, place: Value, rows: Rows, n: int) -> Value:
@@ -310,11 +314,13 @@ class Keeper:
         lead = shape if math.prod(shape) == rows.count else rows.extents
         among = tensors[1 if by_mask else len(lead) :]
         of_rows = among if by_mask else tensors
+        if self.of(y):
+            return None
         if not (by_mask or accumulate) and [t.dtype for t in indices] == [torch.bool]:
-            return self.move(y, tensors[0], values)
+            return moved(self.rewriter, y, tensors[0], values, self.of(values))
         known = all(self.of(i) and len(i.shape) == 1 for i in of_rows)
         known = known and (by_mask or self.counts(indices[: len(lead)], lead))
-        if self.of(y) or y.shape[: len(lead)] != lead or len(among) > 1 or not known:
+        if y.shape[: len(lead)] != lead or len(among) > 1 or not known:
             return None
         emit, reshape = self.rewriter.emit, self.rewriter.reshape
         rest, written = y.shape[len(lead) + len(among) :], self.of(values)
@@ -367,26 +373,28 @@ class Keeper:
             return None
         if not self.counts([index], y.shape[dim : dim + 1]):
             return None
-        shape = [rows.count if d == dim else 1 for d in range(len(y.shape))]
-        chosen = self.rewriter.reshape(rows.chosen, shape)
+        chosen = self.which(rows, y, dim)
         return self.rewriter.emit("aten.where.self", chosen, values, y)
+
+    def index_fill(self, node: Node, rows: Rows) -> Value | None:
+        """`y.index_fill(0, rows, 1.0)`, or another number, or a tensor of one."""
+        y, dim, index, value = arguments(node).values()
+        dim %= len(y.shape)
+        if self.of(y) or not self.counts([index], y.shape[dim : dim + 1]):
+            return None
+        chosen = self.which(rows, y, dim)
+        kind = "Tensor" if isinstance(value, Value) else "Scalar"
+        return self.rewriter.emit(f"aten.masked_fill.{kind}", y, chosen, value)
 
     def masked_scatter(self, node: Node, rows: Rows) -> Value | None:
         """`y.masked_scatter(mask, values)`, where whole rows are masked."""
         y, mask, values = arguments(node).values()
         mask, written = row_mask(self.rewriter, mask, y.shape), self.of(values)
+        if self.of(y) or not written or written.dim:
+            return None
         if self.name_of(mask) != rows.mask:
-            return self.move(y, mask, values)
-        count = (rows.count, *y.shape[len(mask.shape) :])
-        if self.of(y) or not written or written.dim or values.shape != count:
+            return moved(self.rewriter, y, mask, values, written)
+        if values.shape != (rows.count, *y.shape[len(mask.shape) :]):
             return None
         values = self.rewriter.reshape(values, y.shape)
-        return set_where(self.rewriter, mask, values, y)
-
-    def move(self, y: Value, mask: Value, values: Value) -> Value | None:
-        """`y[mask] = values`, of rows that another mask chose."""
-        rows, rest = self.of(values), y.shape[len(mask.shape) :]
-        if self.of(y) or not rows or rows.dim or values.shape[1:] != rest:
-            return None
-        values = in_places(self.rewriter, mask, values, chosen=rows.chosen)
         return set_where(self.rewriter, mask, values, y)

@@ -21,7 +21,8 @@ TAKEN_TOGETHER = ("aten.sum", "aten.max", "aten.amax")
 # 0 throughout where their first operand is, beside what shows some of it.
 STAY = ("aten.any", "aten.count_nonzero", *TAKEN_TOGETHER)
 WRITES = {
-    *(f"aten.{name}" for name in ("index_put", "index_copy", "masked_scatter")),
+    *(f"aten.index_{name}" for name in ("put", "copy", "fill")),
+    "aten.masked_scatter",
     *("aten.scatter", *ADDING),
 }
 EMPTY = -1  # the key of rows of which there are none

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ...graph import Value
 from ...rewrite import Rewriter
+from ..rows.rows import Rows
 
 
 def row_mask(rewriter: Rewriter, mask: Value, shape: Sequence[int]) -> Value:
@@ -55,3 +56,13 @@ def set_where(rewriter: Rewriter, mask: Value, values: Value, y: Value) -> Value
     rest = y.shape[len(mask.shape) :]
     mask = rewriter.reshape(mask, (*mask.shape, *(1 for _ in rest)))
     return rewriter.emit("aten.where.self", mask, values, y)
+
+
+def moved(
+    rewriter: Rewriter, y: Value, mask: Value, values: Value, rows: Rows | None
+) -> Value | None:
+    """`y[mask] = values`, of rows that another mask chose; None of other values."""
+    if rows is None or rows.dim or values.shape[1:] != y.shape[len(mask.shape) :]:
+        return None
+    values = in_places(rewriter, mask, values, chosen=rows.chosen)
+    return set_where(rewriter, mask, values, y)
