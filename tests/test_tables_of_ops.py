@@ -21,6 +21,7 @@ TABLES = {
     "passes/capture/normalize/causal_masks.py VIEWS": MASKS,
     "passes/capture/normalize/column_masks.py ANDS": MASKS,
     "passes/capture/normalize/column_masks.py ORDERS": MASKS,
+    "passes/capture/rows/choose_rows.py TURNS": "which arguments turn a table round",
     "passes/capture/rows/chosen_rows.py LOOKUPS": LEFT_OUT,
     "passes/capture/rows/compare_readings.py STAY": NOTHING,
     "passes/capture/rows/compare_readings.py TAKEN_TOGETHER": NOTHING,
@@ -31,7 +32,7 @@ TABLES = {
     "passes/capture/rows/rows.py ZEROS": NOTHING,
     "passes/capture/exported/functionalize.py FILLS": "writes that are the same again",
     "passes/capture/exported/in_place.py NEW": "names that do not follow from others",
-    "passes/shard/parameter_sharding.py MOVES": "made of the table of resharding",
+    "passes/shard/parameter_sharding.py RESHARDINGS": "made of the table of resharding",
     "passes/shard/ring.py SOFTMAX": "two names of one op",
     "passes/stage/overlap.py HANDS_ON": "what follows a scatter of a gradient",
 }

@@ -29,7 +29,6 @@ from autopar.passes.capture.forward.user_frames import at_work
 from autopar.passes.capture.mixed_precision import (
     Lowering,
     autocast,
-    low_dtype,
     parameters_in,
 )
 from autopar.passes.capture.trace import run_without_data
@@ -43,7 +42,7 @@ from autopar.proof.beside_loops import compare_loops
 from autopar.proof.differences import differences, result_of_model
 from autopar.proof.drawn import with_values
 from autopar.proof.expected import Limits
-from autopar.proof.in_double import held_in_double, tree_in_double
+from autopar.proof.in_double import forward_dtype, held_in_double, tree_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import StepResult, VerificationFailed
 from autopar.proof.reference import OurChance, reference_step
@@ -168,7 +167,7 @@ def _in_double(
 ) -> StepResult:
     model = untouched.model
     batch = tree_in_double({**untouched.batch, **inputs})
-    dtype = low_dtype(untouched.precision) or next(model.parameters()).dtype
+    dtype = forward_dtype(model, untouched.precision)
     with (
         left_as_found(model, untouched.loss_fn) as as_found,
         with_values(model, tree_in_double(values)),

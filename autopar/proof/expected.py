@@ -23,7 +23,7 @@ from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_values
 from autopar.proof.errors import NOISE, as_reals, root_mean_square
-from autopar.proof.in_double import held_in_double, tree_in_double
+from autopar.proof.in_double import forward_dtype, held_in_double, tree_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import StepResult
 from autopar.proof.reference import OurChance, reference_step
@@ -224,16 +224,12 @@ class _Step:
         """Runs the step in an arithmetic; in float64 without autocast."""
         batch, own = dict(self.batch), dict(self.values)
         precision, model = self.subject.program.plan.lowering, self.subject.model
-        dtype, as_found = next(model.parameters()).dtype, self.subject.as_found
+        dtype, as_found = forward_dtype(model, precision), self.subject.as_found
         held: list[Tensor] = []
         as_found.put_back()  # what forward keeps is of its precision
         if arithmetic.double:
             batch, own = tree_in_double(batch), tree_in_double(own)
-            held, dtype = (
-                [x for x, _ in as_found.tensors],
-                low_dtype(precision) or dtype,
-            )
-            precision = None
+            held, precision = [x for x, _ in as_found.tensors], None
         try:
             with with_values(model, own), held_in_double(held, dtype), arithmetic:
                 return self.told(batch, precision)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from autopar.passes.builder import with_values
+from autopar.passes.capture.mixed_precision import Lowering, low_dtype
 from autopar.passes.graph import Graph, Node
 from autopar.passes.program import ParameterSpec, Program
 
@@ -44,10 +45,14 @@ def tree_in_double(tree: Any) -> Any:
     return tree_map(leaf, tree)
 
 
+def forward_dtype(model: torch.nn.Module, precision: Lowering) -> torch.dtype:
+    """The dtype that forward runs in, with which it may compare that of a table."""
+    return low_dtype(precision) or next(model.parameters()).dtype
+
+
 @contextmanager
 def held_in_double(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Has those of a dtype in float64, with the same values. dtype: that forward runs
-    in, with which it may compare that of a table which it keeps."""
+    """Has those of a dtype in float64, with the same values."""
     own = [(x, x.data) for x in tensors if x.dtype == dtype and type(x) in PLAIN]
     try:
         for x, data in own:

@@ -243,8 +243,8 @@ class HandOver:
                 if v.name in self.parts[source].made:
                     break
         left, sources = {*scanned.times}, list[Source]()
-        most = sorted(places.items(), key=lambda one: _suits(reader, one[1]))
-        for (source, _, _), each in most:
+        fitting = sorted(places.items(), key=lambda one: _suits(reader, one[1]))
+        for (source, _, _), each in fitting:
             times = [t for t in each if t in left]
             loop, inner, _ = next(iter(each.values()))
             ways = [each[t][2] for t in times]

@@ -63,11 +63,11 @@ def in_turn(numbers: Collection[int], among: Sequence[int]) -> str:
     for n in range(2, len(among) // 2 + 1):
         turns = {x % n for x in among[:n] if x in numbers}
         if all((x in numbers) == (x % n in turns) for x in among):
-            rest = {*range(n)} - turns
+            others = {*range(n)} - turns
             if len(turns) == 1:
                 return f"{VARIABLE} % {n} == {turns.pop()}"
-            if len(rest) == 1:
-                return f"{VARIABLE} % {n} != {rest.pop()}"
+            if len(others) == 1:
+                return f"{VARIABLE} % {n} != {others.pop()}"
             return f"{VARIABLE} % {n} in {tuple(sorted(turns))}"
     return ""
 

@@ -92,9 +92,9 @@ def _find_cuts(nodes: Sequence[Node], keys: Sequence[Any]) -> dict[int, int]:
     for begins in first.values():
         several.append([(n, _lowest(crossing, i)) for n, i in begins.items()])
     several = [own for own in several if len(own) > 1 and _in_order(own)]
-    most = max(map(len, several), default=0)
+    longest = max(map(len, several), default=0)
     return min(
-        (dict(own) for own in several if len(own) == most),
+        (dict(own) for own in several if len(own) == longest),
         key=lambda own: sum(crossing[i] for i in own.values()),
         default={},
     )

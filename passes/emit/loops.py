@@ -136,15 +136,15 @@ def _longest(
         apart.update(i - before for before in seen[keys[i]])
         seen[keys[i]].append(i)
     best: tuple[int, int, int] | None = None
-    most = 0
+    best_saved = 0  # nodes
     for period, times in sorted(apart.items()):
         if times < period // 4:
             continue
         for begin, end in _runs(keys, period, first, last):
             count = (end - begin) // period
             saved = (count - 1) * period
-            if saved > most and _by_layer(nodes, begin, period):
-                most = saved
+            if saved > best_saved and _by_layer(nodes, begin, period):
+                best_saved = saved
                 best = _aligned(nodes, begin, period, end), period, end
     return best
 

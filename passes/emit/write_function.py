@@ -147,8 +147,8 @@ class Function:
         reads |= {c.first.name: c.first for c in item.carried if c.first}
         for scanned in item.scanned:
             if self.kind(scanned) != "table":
-                _, rest = self.between.parts_of(self.number, item, scanned)
-                reads |= {v.name: v for v in rest.values()}
+                _, others = self.between.parts_of(self.number, item, scanned)
+                reads |= {v.name: v for v in others.values()}
         return reads
 
     def _take_singles(self, read: Iterable[Value], local: set[str]) -> list[str]:

@@ -107,29 +107,29 @@ class LoopWriter:
                 self.names[inside] = index.text(texts, scanned.times)
                 continue
             self.inside.add(inside)
-            sources, rest = function.between.parts_of(function.number, loop, scanned)
+            sources, others = function.between.parts_of(function.number, loop, scanned)
             for source in sources:
                 key = id(source.rows), source.times
                 _, own = taken.setdefault(key, (source.rows, {}))
-                kept = source.value.name
+                inner = source.value.name
                 if inside not in self.names:
                     ours = dict(zip(scanned.times, scanned.values, strict=True))
-                    known = held.get(own.get(kept, ""), {})
+                    known = held.get(own.get(inner, ""), {})
                     one = known and all(known.get(t, v) == v for t, v in ours.items())
-                    self.names[inside] = own[kept] if one else function.fresh(kept)
+                    self.names[inside] = own[inner] if one else function.fresh(inner)
                     held.setdefault(self.names[inside], {}).update(ours)
                     self.share(inside)
-                name = own.setdefault(kept, self.names[inside])
+                name = own.setdefault(inner, self.names[inside])
                 if name != self.names[inside]:
                     line = f"{self.names[inside]} = {name}"
                     again.append((index.condition(source.times), line))
-            texts = list(map(self.text, rest.values()))
-            if rest and not sources and index.turns(texts, scanned.times):
+            texts = list(map(self.text, others.values()))
+            if others and not sources and index.turns(texts, scanned.times):
                 in_turn = index.text(texts, scanned.times)
                 line = f"{self.text(scanned.value)} = {in_turn}"
                 self.begin.append((index.condition(scanned.times), line))
-            elif rest:
-                listed.setdefault((*rest,), {})[scanned.value] = [*rest.values()]
+            elif others:
+                listed.setdefault((*others,), {})[scanned.value] = [*others.values()]
         for (_, times), (rows, own) in taken.items():
             assert rows.shift is not None, "a loop reads rows in order"
             (first, step), (at, by) = rows.loop.index, rows.shift

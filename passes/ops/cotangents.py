@@ -96,8 +96,8 @@ class Cotangents:
         """A view of a cotangent, which is as much its own as the cotangent is."""
         assert dy is not None
         own = dy.name not in self._shared
-        rest = (x.shape,) if op == "aten.reshape.default" else args
-        out = self.emit(op, x, node, dy, *rest)
+        others = (x.shape,) if op == "aten.reshape.default" else args
+        out = self.emit(op, x, node, dy, *others)
         if own:
             self._shared.discard(out.name)
         return out

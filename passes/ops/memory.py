@@ -105,11 +105,11 @@ def takes_memory(node: Node) -> bool:
 
 def _splits_only(shape: Sequence[int], into: Sequence[int]) -> bool:
     """Whether each dim becomes one or several: then no strides make it a copy."""
-    rest = list(into)
+    left = list(into)
     for n in shape:
         extent = 1
-        while rest and (extent < n or (rest[0] == 1 and n != 1)):
-            extent *= rest.pop(0)
+        while left and (extent < n or (left[0] == 1 and n != 1)):
+            extent *= left.pop(0)
         if extent != n:
             return False
-    return all(n == 1 for n in rest)
+    return all(n == 1 for n in left)

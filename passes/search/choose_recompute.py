@@ -109,7 +109,7 @@ class _Search:
     def timed(self, accounts: Sequence[Account]) -> list[StageSeconds]:
         return [stage_seconds(a, self.plan.mesh, self.cluster) for a in accounts]
 
-    def resting(self, schedule: Schedule) -> list[RankMemory]:
+    def fixed_memory(self, schedule: Schedule) -> list[RankMemory]:
         """What stays on each rank, whatever is computed again."""
         locals_ = [self.uniform(stage, RECOMPUTE[0]) for stage in self.stages]
         placement = schedule.stage_to_rank
@@ -140,14 +140,14 @@ class _Search:
     def solve(self, schedule: Schedule) -> tuple[float, Choice]:
         """Seconds of a step and the choice. Raises OutOfMemory."""
         choice: Choice = {}
-        for rank, rest in enumerate(self.resting(schedule)):
-            choice |= self.solve_rank(schedule, rank, rest)
+        for rank, fixed in enumerate(self.fixed_memory(schedule)):
+            choice |= self.solve_rank(schedule, rank, fixed)
         locals_ = [self.local(stage, choice) for stage in self.stages]
         seconds = [took.halves for took in self.timed(self.accounts(locals_))]
         return on_paper(schedule, seconds, 0.0).seconds, choice
 
-    def solve_rank(self, schedule: Schedule, rank: int, rest: RankMemory) -> Choice:
-        """The choice for the layers of one rank's stages. rest: its other memory."""
+    def solve_rank(self, schedule: Schedule, rank: int, fixed: RankMemory) -> Choice:
+        """The choice for the layers of one rank's stages. fixed: its other memory."""
         placed = zip(self.stages, schedule.stage_to_rank, strict=True)
         own = [stage for stage, there in placed if there == rank]
         layers = [layer for stage in own for layer in stage.layers.values()]
@@ -157,7 +157,7 @@ class _Search:
             picked = [RECOMPUTE[index] for index in trade.picked]
             choice = dict(zip(layers, picked, strict=True))
             peak = self.peak(schedule, rank, own, choice)
-            need = replace(rest, activations=peak)
+            need = replace(fixed, activations=peak)
             if need.total <= self.plan.memory:
                 return choice
         raise out_of_memory(rank, need, need.total - self.plan.memory)

@@ -35,7 +35,7 @@ from ..shard.sharding import Sharding
 GATHER = "comm.all_gather"
 GATHERS = (GATHER, "comm.start_gather")
 # What changes where a parameter lies or its precision, and nothing else.
-MOVES = {
+RESHARDINGS = {
     CAST,
     *(f"comm.{op}" for ends, (op, _) in TABLE.items() if not {P, MAX} & {*ends}),
 }
@@ -131,7 +131,7 @@ def gradient_dtypes(
     reduced in: the parameters' own precision (Micikevicius 2018, section 3.1)."""
     dtypes = {v.name: v.dtype for v in params}
     for node in nodes:
-        same = node.op in MOVES or op_of(node).view in ("shape", "order")
+        same = node.op in RESHARDINGS or op_of(node).view in ("shape", "order")
         if same and node.operands[0].name in dtypes:
             own = dtypes[node.operands[0].name]
             dtypes[node.out.name] = torch.promote_types(own, node.out.dtype)

@@ -21,7 +21,7 @@ from ..builder import Builder
 from ..graph import Location, Node, Value
 from ..ops.memory import ADD, find_owners
 from ..ops.op import is_view
-from ..shard.parameter_sharding import GATHER, MOVES, find_gathered
+from ..shard.parameter_sharding import GATHER, RESHARDINGS, find_gathered
 from ..stage.split_backward import GRADIENT
 
 SCATTER = "comm.reduce_scatter"
@@ -38,7 +38,7 @@ HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
 
 # What leads from a parameter's share to what is whole of it. A shard of what was whole
 # may lie as rows do.
-FROM_SHARES = MOVES - {"comm.shard"}
+FROM_SHARES = RESHARDINGS - {"comm.shard"}
 
 READY = "comm.ready"
 # Where what runs once a step goes on as soon as some gradients are ready, or somebody
