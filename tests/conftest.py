@@ -52,7 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def seeded() -> None:
     """A test draws the same numbers whichever tests ran before it."""
     random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch's notes a stack for devices to come
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def targets(node: Node, name: Names) -> str:
         return ""
     outs = ["_" if v is None else name(v) for v in node.outs]
     left = ", ".join(outs)
-    unpacked = node.op == "comm.wait" or _returns_list(node)  # of one tensor too
+    unpacked = node.op == "comm.wait" or (node.is_aten and _returns_list(node.op))
     return f"[{left}]" if unpacked else left
 
 
@@ -94,11 +95,10 @@ def as_tuple(items: Iterable[str]) -> str:
     return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
-def _returns_list(node: Node) -> bool:
+@cache
+def _returns_list(op: str) -> bool:
     """Whether a call returns a list, which is unpacked even if it has one tensor."""
-    if not node.is_aten:
-        return False
-    returns = resolve(node.op)._schema.returns
+    returns = resolve(op)._schema.returns
     return [str(one.type) for one in returns] == ["List[Tensor]"]
 
 
