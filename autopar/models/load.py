@@ -117,12 +117,17 @@ def _kind(made: Any) -> str:
 
 
 def example_batch(
-    vocab: int, batch: int, seq: int, attention_mask: bool = False, packed: bool = False
+    vocab: int,
+    batch: int,
+    seq: int,
+    attention_mask: bool = False,
+    packed: bool = False,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """Random tokens, int64 [batch, seq], as Hugging Face's causal models take them.
 
     The first labels of every third sample are to be ignored. packed: with positions of
-    two documents in each sample.
+    two documents in each sample. device: see `random_batch`.
     """
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
         name: ((batch, seq), "int64") for name in ("input_ids", "labels")
@@ -131,17 +136,21 @@ def example_batch(
         shapes["attention_mask"] = ((batch, seq), "int64")
     if packed:
         shapes[POSITIONS] = ((batch, seq), "int64")
-    return random_batch(shapes, vocab)
+    return random_batch(shapes, vocab, device=device)
 
 
 def random_batch(
-    inputs: Mapping[str, tuple[tuple[int, ...], str]], vocab: int, seed: int = 0
+    inputs: Mapping[str, tuple[tuple[int, ...], str]],
+    vocab: int,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """A batch of the compiled shapes: random tokens, some labels to be ignored.
 
     inputs: field -> (shape, dtype), as in `Program.inputs`. An attention mask is all
-    ones, and positions begin anew after a third of the sequence. Raises ModelError for
-    a field that is not integers [batch, seq].
+    ones, and positions begin anew after a third of the sequence. device: "cpu", or
+    "meta" for shapes alone. Raises ModelError for a field that is not integers
+    [batch, seq].
     """
     draw = torch.Generator().manual_seed(seed)
     made = {}
@@ -157,6 +166,9 @@ def random_batch(
                 fix="let the model's factory return (model, batch)",
             )
         kind = getattr(torch, dtype)
+        if device == "meta":
+            made[name] = torch.empty(shape, dtype=kind, device=device)
+            continue
         if name == "attention_mask":
             made[name] = torch.ones(shape, dtype=kind)
             continue

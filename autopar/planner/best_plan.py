@@ -37,9 +37,8 @@ def capture_few_layers(
     sample, for a model that brings no batch."""
     made_up = loaded.batch is None and global_batch * (seq or 1) in TOKENS
     samples = SAMPLES if global_batch % SAMPLES or not made_up else global_batch
-    return capture_short(
-        loaded.model, batch_for(loaded, samples, seq), **request.of_all
-    )
+    batch = batch_for(loaded, samples, seq, device="meta")
+    return capture_short(loaded.model, batch, **request.of_all)
 
 
 def best_plan(

@@ -88,8 +88,11 @@ def other_devices(cluster: Cluster) -> Cluster | None:
     return None if cluster.device.name == "CPU" else cluster
 
 
-def batch_for(loaded: LoadedModel, samples: int, seq: int | None) -> dict[str, Tensor]:
-    """A batch of a planned size: of the model's factory, or made up."""
+def batch_for(
+    loaded: LoadedModel, samples: int, seq: int | None, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """A batch of a planned size: of the model's factory, or made up on a device, see
+    `random_batch`."""
     if loaded.batch is not None:
         return with_samples(loaded.batch, samples)
     if loaded.vocab is None or seq is None:
@@ -97,4 +100,5 @@ def batch_for(loaded: LoadedModel, samples: int, seq: int | None) -> dict[str, T
             f"'{loaded.spec}' brings no batch to compile for",
             fix="let the factory return (model, batch)",
         )
-    return example_batch(loaded.vocab, samples, seq, packed=loaded.packed)
+    packed = loaded.packed
+    return example_batch(loaded.vocab, samples, seq, packed=packed, device=device)

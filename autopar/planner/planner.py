@@ -52,6 +52,7 @@ from autopar.passes.traced import Traced
 from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
+UNSETTLED = 64  # prices of layers at a time
 FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes; of ep, all tried
 
 
@@ -211,20 +212,22 @@ def make_prices(
 
     cut = _make_cuts(of, at_once, usual)
 
-    @cache
+    # What is not settled has levels of memory of each node, which take much room:
+    # candidates in a row ask for a few of them.
+    @lru_cache(maxsize=UNSETTLED)
     def at(way: Way) -> LayerPrices:
         """Prices of layers that are compiled for these samples."""
         microbatches = of.batch // way.mesh.sample_ranks // way.samples
         of_mesh = partial(cut, way.mesh, microbatches, way.shares, way.context_parallel)
         return price_cut(of_mesh, way.recompute, cluster.device, way.halves)
 
-    @cache
+    @lru_cache(maxsize=UNSETTLED)
     def slope(way: Way) -> LayerPrices:
         """The added cost of twice the samples in a microbatch."""
         twice = at(way._replace(samples=2 * way.samples))
         return twice.combine(at(way), lambda x, y: x - y)
 
-    @lru_cache(maxsize=256)  # candidates in a row split layers alike
+    @cache
     def prices(way: Way) -> LayerPrices:
         samples, shares = way.samples, way.shares and of.shared is not of.named
         # By a table costs are linear in the samples, from two on: one alone has fewer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -153,11 +153,8 @@ class LayerPrices:
             return of(x, y) if x and y else None
 
         parts = (both(getattr(self, n), getattr(other, n)) for n in POSITIONS)
-
-        def whole() -> Account:
-            return of(self.whole, other.whole)
-
-        return LayerPrices(self.runs, whole, *parts)
+        mine, others = self.price_whole, other.price_whole
+        return LayerPrices(self.runs, lambda: of(mine(), others()), *parts)
 
     def settled(self) -> LayerPrices:
         """The prices with peaks of memory, without the levels of each node."""
@@ -169,7 +166,8 @@ class LayerPrices:
             )
 
         parts = ((part := getattr(self, n)) and of(part) for n in POSITIONS)
-        return LayerPrices(self.runs, lambda: of(self.whole), *parts)
+        mine = self.price_whole
+        return LayerPrices(self.runs, lambda: of(mine()), *parts)
 
 
 class Way(NamedTuple):
@@ -282,7 +280,7 @@ def price_cut(
     def of(i: int) -> Account:
         return _price(make_cut(), i, recompute, device, halves)
 
-    cut, whole = make_cut(), partial(of, 0)
+    cut, whole = make_cut(), cache(partial(of, 0))
     count = len(cut.stages)
     if count == 1:
         return LayerPrices(1, whole)

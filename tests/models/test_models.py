@@ -221,6 +221,12 @@ def test_a_batch_has_tokens_and_some_labels_to_ignore() -> None:
     assert torch.equal(batch["labels"], example_batch(50, 6, 16, True)["labels"])
 
 
+def test_a_batch_to_plan_for_has_shapes_alone() -> None:
+    made = [example_batch(50, 6, 16, packed=True, device=d) for d in ("cpu", "meta")]
+    real, shapes = ({k: (x.shape, x.dtype) for k, x in b.items()} for b in made)
+    assert real == shapes and all(x.is_meta for x in made[1].values())
+
+
 def test_what_is_not_tokens_is_not_made_up() -> None:
     with pytest.raises(ModelError, match=r"'pixels', float32\[2, 3\]"):
         random_batch({"pixels": ((2, 3), "float32")}, 10)

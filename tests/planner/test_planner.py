@@ -14,6 +14,7 @@ from models import gpt2, llama, plain_gpt, switch_gpt
 
 from autopar.capture.shorten import find_layers, of_few_layers
 from autopar.machine.hardware import cluster_of, with_memory
+from autopar.models.load import load_model
 from autopar.options import make_plan
 from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims
@@ -30,6 +31,8 @@ from autopar.passes.shard.insert_collectives import insert_collectives
 from autopar.passes.shard.propagate import propagate
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.split_stages import split_stages
+from autopar.planner.best_plan import capture_few_layers
+from autopar.planner.planned import batch_for
 from autopar.planner.planner import (
     ShortModel,
     capture_short,
@@ -39,6 +42,7 @@ from autopar.planner.planner import (
     open_ops,
     plan_of,
 )
+from autopar.planner.request import PlanRequest
 from autopar.verify import verify
 from examples.gpt import GPT, Config
 
@@ -170,6 +174,14 @@ def test_prices_are_those_of_microbatches_of_that_many_samples(
         prices(way).stage(True, 5, True),
         direct.stage(True, 5, True),
     )
+
+
+@pytest.mark.parametrize("spec", ["hf:gpt2?n_layer=4", "hf:qwen3?num_hidden_layers=4"])
+def test_a_model_is_planned_by_the_shapes_of_a_batch(spec) -> None:
+    loaded = load_model(spec, device="meta")
+    planned = capture_few_layers(loaded, PlanRequest(PLAIN), 16, 64)
+    real = capture_short(loaded.model, batch_for(loaded, 16, 64))
+    assert str(planned.named) == str(real.named) and planned.layers == real.layers
 
 
 def same(got: Account, wanted: Account) -> None:
