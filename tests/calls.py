@@ -264,6 +264,7 @@ PIECES: dict[str, Call] = {
     "select": lambda g: g.x.select(1, -2) * g.y[:, 2],
     "narrow": lambda g: g.x.narrow(1, -4, 3) * g.y[:, 1:4],
     "index_put": lambda g: g.x.index_put((g.mask,), g.w),
+    "masked_scatter": lambda g: g.x.masked_scatter(g.mask[..., None], g.y) * g.y,
     "index_put added": lambda g: g.w.expand(3, -1).index_put(
         (g.ids % 3,), g.x, accumulate=True
     )[g.ids % 3] * g.y,

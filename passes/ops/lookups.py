@@ -179,10 +179,8 @@ OPS = (
         autocast="equal",
     ),
     Op("aten.index_copy", "self dim index source", autocast="equal"),
-    *(
-        Op(f"aten.{name}", autocast="equal")
-        for name in ("index_reduce", "masked_scatter", "scatter_reduce")
-    ),
+    Op("aten.masked_scatter", "self mask source", autocast="equal"),
+    *(Op(f"aten.{n}", autocast="equal") for n in ("index_reduce", "scatter_reduce")),
     Op("autopar.embedding_grad_", "into dy ids padding"),
     Op("comm.lookup_grad_", "into dy ids rows axes padding"),
     Op("comm.pick_backward_add_", "into dy index extent axes"),

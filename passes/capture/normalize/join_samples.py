@@ -46,7 +46,7 @@ def join_samples(graph: Graph, literals: Mapping[str, torch.Tensor]) -> Graph:
     def cut(rewriter: Rewriter, node: Node) -> Value | None:
         x, dim, start, end, step = bounds(node, node.operands[0])
         each = 0 if dim else halves.get(x.shape[0], 0)
-        if step != 1 or end - start != each or start % each:
+        if not each or step != 1 or end - start != each or start % each:
             return None
         if node.out.name not in computed:
             return None
