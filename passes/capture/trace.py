@@ -39,7 +39,7 @@ from ..capture.forward.values_read import NO_NUMBER, capture_failed
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.rows.choose_rows import remark_on_loops
 from ..capture.rows.chosen_rows import keep_all_rows
-from ..capture.rows.compare_readings import are_equal, are_same
+from ..capture.rows.compare_readings import agree, are_equal, are_same
 from ..capture.rows.expert_loops import batch_expert_loops
 from ..capture.rows.join_weights import join_weights, remark_on_frozen
 from ..capture.rows.rows import OWN_MASKS, has_own_masks
@@ -49,13 +49,6 @@ from ..graph import SOURCES, Graph
 from ..layers import Layered, NotAlike, Repeats
 from ..repeat_layers import Repeater
 from ..traced import Traced
-
-# Readings that are to compute the same.
-AGREE = (
-    (Reading.SOME, Reading.NONE, are_same),
-    (Reading.SOME, Reading.ONE, are_equal),
-    (Reading.MARKED, Reading.LEFT, are_same),  # each turn adds what it would alone
-)
 
 
 def trace(
@@ -92,7 +85,8 @@ def trace(
     names, count = wrapper.beside.names, wrapper.beside.metrics
     traced, differing = _batch_loops(traced)
     remarks = remark_on_loops(traced.graph, _place_of(wrapper), differing)
-    graph = keep_all_rows(traced.graph, traced.autocast.keys())
+    means = wrapper.unseen.guards.means
+    graph = keep_all_rows(traced.graph, traced.autocast.keys(), means)
     _refuse_sources(graph, names)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     trainable = traced.trainable
@@ -158,11 +152,10 @@ def _prove_guards(
             for reading in [*guards.others()]:
                 guards.reading = reading
                 readings[reading] = _capture(wrapper, tensors, precision)
-            same = all(
-                agree(readings[one], readings[other])
-                for one, other, agree in AGREE
-                if other in readings
-            )
+            same = agree(readings)
+            if not same and readings.keys() == {Reading.SOME, Reading.NONE}:
+                none = readings[Reading.NONE]
+                same = guards.means = are_same(traced, none, means=True)
         except CaptureError:
             same = False
         guards.reading = Reading.SOME

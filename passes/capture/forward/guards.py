@@ -78,6 +78,7 @@ class Guards:
     def __init__(self) -> None:
         self.reading = Reading.SOME
         self.numbered = False
+        self.means = False  # whether a mean of no rows is 0, as no forward takes one
         self.present = Present()
         self.read: Read | None = None
         # Sizes that were compared with a limit, and by which call: read as if they

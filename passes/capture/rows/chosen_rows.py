@@ -51,13 +51,15 @@ def rows_of(mask: Value, made: Mapping[str, Node]) -> int:
     return math.prod(n for d, n in enumerate(mask.shape) if d != slot)
 
 
-def keep_all_rows(graph: Graph, autocast: Set[str] = frozenset()) -> Graph:
-    """Returns the graph without ops that choose rows. autocast: names of the values
-    that were made under it. Raises: CaptureError on what is not done row by row."""
+def keep_all_rows(
+    graph: Graph, autocast: Set[str] = frozenset(), means: bool = False
+) -> Graph:
+    """Returns the graph without ops that choose rows. autocast: names of values that
+    were made under it. means: whether those of no rows are 0. Raises: CaptureError."""
     if not any(node.op == CHOOSES for node in graph.nodes):
         return graph
     graph = Rewriter(graph, {}).run(EXPANDS)
-    keeper = Keeper(graph, autocast)
+    keeper = Keeper(graph, autocast, means)
     graph = keeper.rewriter.run({node.op: keeper.visit for node in graph.nodes})
     for v in graph.outputs:
         if rows := keeper.of(v):
@@ -78,12 +80,12 @@ def refusal(subject: str, rows: Rows, source: str = "") -> CaptureError:
 class Keeper:
     """rows: value name -> what its rows are, of those that have chosen ones."""
 
-    def __init__(self, graph: Graph, autocast: Set[str]) -> None:
+    def __init__(self, graph: Graph, autocast: Set[str], means: bool = False) -> None:
         self.rewriter = Rewriter(graph, {})
         self.rows: dict[str, Rows] = {}
         self.cuts: dict[tuple[str, int, int], Value] = {}  # of a mask, `[first:end]`
         self.computed: dict[Hashable, str] = {}  # what a value is made by -> its name
-        self.not_finite, self.autocast = not_finite(graph), autocast
+        self.not_finite, self.autocast, self.means = not_finite(graph), autocast, means
 
     def first_name(self, mask: Value, deep: int = 4) -> str:
         """The first value that was made as this one: a mask may be written twice. deep:
@@ -209,9 +211,7 @@ class Keeper:
         fresh = self.rewriter.keep(node)
         same = shows_all(node) or node.name == "aten.expand"
         first = self.of(node.operands[0])
-        for v in fresh:
-            if v is None:
-                continue
+        for v in filter(None, fresh):
             if v.shape[dim] != rows.count:
                 return None
             same = same or (v.numel == node.operands[0].numel and is_view(node))

@@ -3,6 +3,7 @@ the same: see `passes.capture.forward.guards`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from ...graph import Graph, Node, Value, map_values
 from ...ops.op import is_view, op_of, shows_all
+from ...ops.row_dims import along
 from ...traced import Traced
+from ..forward.guards import Reading
 from ..rows.choices import REPEATED, Match, find_counted, find_match
 from ..rows.reduce_rows import LOSSES
 from ..rows.rows import ADDING, CHOOSES, ZEROS
@@ -35,6 +38,9 @@ class Keys:
         self.numbers: dict[Hashable, int] = {}
         # Of what is seen in a wider type, the key of what it is, and the type of that.
         self.widened: dict[int, tuple[int, torch.dtype]] = {}
+        # Values along rows of which there are none -> the dim that goes along these.
+        self.along: dict[str, int] = {}
+        self.means = False
 
     def number(self, made: Hashable) -> int:
         return self.numbers.setdefault(made, len(self.numbers))
@@ -44,12 +50,14 @@ class Keys:
         graph: Graph,
         literals: Mapping[str, Tensor],
         zeros: Set[str] = frozenset(),
+        means: bool = False,
     ) -> dict[str, int]:
         """Value name -> the key of what it is where the values of these names are 0, as
-        are rows that they choose."""
+        are rows that they choose. means: whether a mean of no rows is 0 too."""
         keys = {v.name: self.number(v.name) for v in graph.sources}
         keys |= {name: self.number(_content(x)) for name, x in literals.items()}
-        zeros = set(zeros)
+        zeros, self.means, self.along = set(zeros), means, {}
+        zeros.update(name for name, x in literals.items() if not x.any())
         zero_keys = {keys[name] for name in zeros & keys.keys()} - {EMPTY}
         for node in graph.nodes:
             made = self._of_results(node, keys, zeros)
@@ -61,6 +69,9 @@ class Keys:
                     zero_keys.add(keys[v.name])
                 elif keys[v.name] in zero_keys:
                     zeros.add(v.name)
+        for v in graph.outputs:
+            if v.name in zeros:
+                keys[v.name] = self.number(("0", v.shape, v.dtype))
         return keys
 
     def _of_results(
@@ -73,24 +84,62 @@ class Keys:
         )
         made = node.op, args, tuple(sorted(kwargs.items(), key=str))
         read = [keys[v.name] for v in node.operands]
-        if EMPTY in read:
-            if node.name in WRITES and node.operands[0].name in zeros:
+        if EMPTY in read and node.name in WRITES:
+            if node.operands[0].name in zeros:
                 zeros.add(node.out.name)
-            return [_without(node, read)] * len(node.outs)
+            return [read[0]] * len(node.outs)
+        if EMPTY in read:
+            return [self._of_none(node, read, zeros)] * len(node.outs)
         if (same := self._same(node, args, read)) is not None:
             return [same]
-        if zeros.intersection(v.name for v in node.operands):
-            if node.op == CHOOSES:
-                return [EMPTY] * len(node.outs)
-            if (rest := _added(node, zeros)) is not None:
-                zeros.update([node.out.name] if rest.name in zeros else ())
-                return [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
+        if node.op == CHOOSES and node.operands[0].name in zeros:
+            self.along.update((v.name, 0) for v in node.results)
+            return [EMPTY] * len(node.outs)
+        if (rest := _added(node, zeros)) is not None:
+            zeros.update([node.out.name] if rest.name in zeros else ())
+            return [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
         if _is_zero(node, zeros):
             zeros.update(v.name for v in node.results)
         return [
             None if v is None else self.number((*made, place))
             for place, v in enumerate(node.outs)
         ]
+
+    def _of_none(self, node: Node, read: list[int], zeros: set[str]) -> int | None:
+        """The key of what a node makes of no rows. read: the keys of its operands."""
+        pairs = zip(node.operands, read, strict=True)
+        if all(v.name in self.along for v, key in pairs if key == EMPTY):
+            if not _is_total(node, means=True):
+                self._note_along(node)
+            elif _is_total(node, self.means):
+                zeros.add(node.results[0].name)
+        if any(v.name in self.along for v in node.results):
+            return EMPTY
+        alone = node.name in ("aten.sum", "aten.mean", *LOSSES)
+        return None if alone or _is_total(node, means=True) else EMPTY
+
+    def _note_along(self, node: Node) -> None:
+        """Notes which dim of a node's results goes along rows, if all work on each."""
+        if not node.results or not any(v.name in self.along for v in node.operands):
+            return
+        if node.name == "aten.broadcast_tensors":
+            pairs = zip(node.operands, node.outs, strict=True)
+            same = [(v, out) for v, out in pairs if out and v.shape == out.shape]
+            known = [(v, out) for v, out in same if v.name in self.along]
+            self.along.update((out.name, self.along[v.name]) for v, out in known)
+            return
+        dim: int | None = None
+        if node.name in ("aten.index", "aten.index_select"):
+            x, *_ = node.operands
+            if x.name not in self.along:
+                indices = node.arg("indices") or (None,) * (
+                    node.arg("dim") % len(x.shape)
+                )
+                dim = sum(itertools.takewhile(bool, (i is None for i in indices)))
+        else:
+            dim = along(node, lambda v: self.along.get(v.name))
+        if dim is not None:
+            self.along.update((v.name, dim) for v in node.results)
 
     def _same(self, node: Node, args: Sequence[Any], read: list[int]) -> int | None:
         """The key of what a node makes no other: a copy, or a part put back."""
@@ -128,25 +177,34 @@ def _is_zero(node: Node, zeros: Set[str]) -> bool:
         return True
     if node.name == "aten.mul":
         return node.arg("other") == 0 or any(v.name in zeros for v in node.operands)
+    if node.name == "aten.div" and len(node.operands) == 1:
+        return node.operands[0].name in zeros
     first = node.operands[:1]
     return any(v.name in zeros for v in first) and _stays_zero(node)
 
 
+def _is_total(node: Node, means: bool) -> bool:
+    """Whether one number is made of all rows, 0 where there are none: a sum, or a mean
+    that is taken to be."""
+    if len(node.results) != 1 or node.results[0].shape:
+        return False
+    if node.name in ("aten.sum", "aten.mean"):
+        return means or node.name == "aten.sum"
+    return node.arg("reduction") == 2 or (means and node.arg("reduction") == 1)
+
+
 def _added(node: Node, zeros: Set[str]) -> Value | None:
     """What a sum is, if the other operand is 0."""
-    if node.name != "aten.add" or len(node.operands) != 2:
+    if node.name != "aten.add":
         return None
-    rest = [v for v in node.operands if v.name not in zeros] or node.operands
-    return rest[0] if rest[0].shape == node.out.shape else None
-
-
-def _without(node: Node, keys: list[int]) -> int | None:
-    """The key of what a node makes of no rows; None if it is a matter of its own.
-    keys: of its operands."""
-    if node.name in WRITES:
-        return keys[0]
-    alone = node.name in ("aten.sum", "aten.mean", *LOSSES)
-    return None if alone else EMPTY
+    rest = [v for v in node.operands if v.name not in zeros]
+    if len(node.operands) == 1:
+        rest = [*node.operands] if node.arg("other") == 0 else []
+    elif len(rest) == len(node.operands):
+        return None
+    else:
+        rest = rest or [*node.operands]
+    return rest[0] if rest and rest[0].shape == node.out.shape else None
 
 
 def _content(x: Tensor) -> Hashable:
@@ -203,9 +261,10 @@ def _of_numbers(one: Traced, made: Mapping[str, Node]) -> set[str]:
     return {v.name for v in values if numbers(find_match(v, made)) in asked}
 
 
-def are_same(some: Traced, none: Traced) -> bool:
+def are_same(some: Traced, none: Traced, means: bool = False) -> bool:
     """Whether a model computes the same where there are no rows as it does if it is
-    read as if there were some."""
+    read as if there were some. means: if a mean of no rows is 0 where it is read as if
+    there were some, of which there is a mean then."""
     keys, outputs = Keys(), []
     for one in (some, none):
         graph, literals = one.graph, one.literals
@@ -213,7 +272,7 @@ def are_same(some: Traced, none: Traced) -> bool:
         zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
         zeros = {name for name, key in plain.items() if key in zero_keys}
         zeros |= _compared_alike(one, plain, zeros) | _of_numbers(one, made)
-        left = keys.of_values(graph, literals, zeros)
+        left = keys.of_values(graph, literals, zeros, means and one is some)
         outputs.append([left[v.name] for v in graph.outputs])
     return outputs[0] == outputs[1]
 
@@ -225,6 +284,23 @@ def are_equal(one: Traced, other: Traced) -> bool:
         plain = keys.of_values(reading.graph, reading.literals)
         outputs.append([plain[v.name] for v in reading.graph.outputs])
     return outputs[0] == outputs[1]
+
+
+# Readings that are to compute the same.
+AGREE = (
+    (Reading.SOME, Reading.NONE, are_same),
+    (Reading.SOME, Reading.ONE, are_equal),
+    (Reading.MARKED, Reading.LEFT, are_same),  # each turn adds what it would alone
+)
+
+
+def agree(readings: Mapping[Reading, Traced]) -> bool:
+    """Whether those of the readings that are to compute the same do."""
+    return all(
+        alike(readings[one], readings[other])
+        for one, other, alike in AGREE
+        if other in readings
+    )
 
 
 def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:

@@ -39,6 +39,8 @@ def total(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
     summed = emit("aten.sum.dim_IntList", counted, dims, keep, dtype=wide)
     others = math.prod(x.shape[d] for d in dims if d != along_rows.dim)
     count = emit("aten.sum.default", rows.chosen)
+    if keeper.means:
+        count = emit("aten.clamp.default", count, 1)
     count = emit("aten.mul.Tensor", emit("aten.to.dtype", count, wide), others)
     mean = emit("aten.div.Tensor", summed, count)
     if kind == wide or node.out.name in keeper.autocast:  # which makes it wide
@@ -71,10 +73,25 @@ def loss(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
     target = keeper.rewriter.emit(
         "aten.where.ScalarOther", rows.chosen, target, ignored
     )
+    if keeper.means and bound["reduction"] == 1:
+        return _mean_loss(keeper, node.with_args(target=target, reduction=2), rows)
     fresh = keeper.rewriter.keep(node.with_args(target=target))
     if bound["reduction"] == 0 and fresh[0] is not None:
         keeper.noted(fresh[0], rows, 0)
     return fresh
+
+
+def _mean_loss(keeper: Keeper, node: Node, rows: Rows) -> Value | None:
+    """The mean of a summed loss, 0 of no rows."""
+    bound, emit = arguments(node), keeper.rewriter.emit
+    (summed,) = keeper.rewriter.keep(node)
+    if summed is None or bound["weight"] is not None:
+        return None
+    counted = emit("aten.ne.Scalar", bound["target"], bound["ignore_index"])
+    count = emit("aten.sum.default", counted)
+    none = emit("aten.eq.Scalar", emit("aten.sum.default", rows.chosen), 0)
+    count = emit("aten.to.dtype", emit("aten.add.Tensor", count, none), summed.dtype)
+    return emit("aten.div.Tensor", summed, count)
 
 
 def extreme(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
