@@ -119,3 +119,13 @@ def test_a_mean_that_is_taken_in_any_case_is_not() -> None:
 
     with pytest.raises(CaptureError):
         Case(Both("added", mean), case("added", mean, 3).batch).compile("dp=2")
+
+
+def test_a_mean_of_other_rows_is_not() -> None:
+    class Other(Guarded):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(ids, labels) + self.embed(ids)[ids > 3].mean()
+
+    mean = MEANS["mean"]
+    with pytest.raises(CaptureError):
+        Case(Other("added", mean), case("added", mean, 3).batch).compile("dp=2")

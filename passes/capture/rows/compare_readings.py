@@ -274,6 +274,9 @@ def are_same(some: Traced, none: Traced, means: bool = False) -> bool:
         zeros |= _compared_alike(one, plain, zeros) | _of_numbers(one, made)
         left = keys.of_values(graph, literals, zeros, means and one is some)
         outputs.append([left[v.name] for v in graph.outputs])
+        chosen = (node for node in graph.nodes if node.op == CHOOSES)
+        if means and any(left[v.name] != EMPTY for n in chosen for v in n.results):
+            return False  # means of these are no number where they are none
     return outputs[0] == outputs[1]
 
 
