@@ -7,6 +7,7 @@ by a message that never comes, or would wait for hours: they say which rank it w
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -15,7 +16,12 @@ from weakref import ref
 import torch.distributed as dist
 
 from autopar.runtime.launch.errors_of_ranks import of_communication, record
-from autopar.runtime.launch.watchdog import Watchdog
+from autopar.runtime.launch.watchdog import BEAT, Watchdog
+
+# Seconds for which a rank that failed is still there. torchrun ends the others as soon
+# as one has: they hear of it first. And of ranks that fail in the same second it takes
+# the first for the cause: who fails because of another one ends after it.
+HEARD = 2 * BEAT
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -66,6 +72,7 @@ def _uncaught(
         before(kind, error, where)  # it says where this rank waited
     if message is not None:
         watchdog.complain(message)
-        return
-    watchdog.stop()  # the others end, and torchrun ends this one, if it does not itself
-    record(error, where)
+    else:
+        record(error, where)
+        watchdog.stop()  # the others end, and torchrun ends this one, if need be
+    time.sleep(HEARD)
