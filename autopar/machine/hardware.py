@@ -185,10 +185,11 @@ def cluster_of(text: str) -> Cluster:
         )
     count, node, name = match.groups()
     device = device_of(name)
+    devices = read_devices(count)
     if node is None:
-        return make_cluster(device, read_devices(count))
+        return make_cluster(device, devices)
     own = read_devices(node.strip(" xX*"))
-    return make_cluster(device, read_devices(str(int(count) * own)), own)
+    return make_cluster(device, read_devices(str(devices * own)), own)
 
 
 def read_devices(text: str) -> int:

@@ -31,11 +31,12 @@ def find_factory(spec: str) -> Callable[[], Any]:
     ModelError."""
     where, colon, name = spec.rpartition(":")
     if not (where and colon and name):
-        fix = "write file.py:factory, module:factory, hf:gpt2 or hf:config.json"
+        forms = "write file.py:factory, module:factory, hf:gpt2 or hf:config.json"
+        fix = forms
         if spec.endswith(".py"):
-            fix += f": {spec}:FACTORY, a function in it"
+            fix = f"{forms}: {spec}:FACTORY, a function in it"
         elif spec and ":" not in spec:
-            fix = f"for a model of Hugging Face write hf:{spec}, else {fix[6:]}"
+            fix = f"for a model of Hugging Face write hf:{spec}, else {forms}"
         raise ModelError(f"{shown(spec)} does not name a model", fix=fix)
     module = _from_file(Path(where)) if where.endswith(".py") else _by_name(where)
     factory = getattr(module, name, None)

@@ -55,6 +55,9 @@ class LayerPrices:
     _known: dict[tuple[bool, int, bool], Account] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _least: dict[tuple[int, bool], Account] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def whole(self) -> Account:
@@ -102,14 +105,14 @@ class LayerPrices:
         one = min(stages, runs) == 1
         if one and self.middle is None:
             return self.whole
-        if (key := (one, -runs, one)) not in self._known:
+        if (runs, one) not in self._least:
             if one:
                 least = self.stage(False, runs, True).changed(received=0.0)
             else:
                 both = self.stage(True, runs - 1, False) + self.stage(False, 1, True)
                 least = both.changed(held=both.held - self.tied)
-            self._known[key] = least
-        return self._known[key]
+            self._least[runs, one] = least
+        return self._least[runs, one]
 
     @property
     def tied(self) -> Held:

@@ -169,6 +169,9 @@ def test_nodes_of_other_sizes_are_told_by_their_number() -> None:
     assert [level.devices for level in small.levels] == [4, 16]
     with pytest.raises(ClusterError, match=r"\n.*write 8xH100"):
         cluster_of("H100x8")
+    for text in (f"{'9' * 5000}x8xH100", "0x8xH100", "131072x8xH100"):
+        with pytest.raises(ClusterError, match="devices\n  fix  give a whole number"):
+            cluster_of(text)
 
 
 @pytest.mark.parametrize(
