@@ -11,6 +11,9 @@ from ..mesh import Axes, as_axes
 from ..ops.cotangents import Cotangents
 from ..ops.op import Op, OutCotangents, Place
 
+# How what is gathered varies, if it does not: its gradient is a mean over the ranks.
+MEAN = "mean"
+
 
 def _if_uneven(extent: int, axes: Axes, sizes: Mapping[str, int]) -> int | None:
     """The extent of a dim of which the ranks on some axes hold unlike shares, from
@@ -21,9 +24,10 @@ def _if_uneven(extent: int, axes: Axes, sizes: Mapping[str, int]) -> int | None:
 def gather_on_rank(at: Place, node: Node, local: Node) -> Node:
     """Adds the gathered dim's extent where ranks hold unequal shards, and if it
     varies."""
-    axes, dim = node.named("axes dim")
+    axes, dim, varying = node.named("axes dim varying")
     whole = _if_uneven(local.out.shape[dim], axes, at.sizes)
-    return replace(local, args=(*local.args, whole, at.is_varying(node.out, axes)))
+    varying = varying or at.is_varying(node.out, axes)
+    return replace(local, args=(*local.args[:3], whole, varying))
 
 
 def exchange_on_rank(at: Place, node: Node, local: Node) -> Node:
@@ -45,10 +49,15 @@ def enter(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]
 
 
 def all_gather(cts: Cotangents, node: Node, dys: OutCotangents) -> list[Value | None]:
-    """dx is this rank's shard of dy, summed over ranks if they used y differently."""
+    """dx is this rank's shard of dy, summed over ranks if they used y differently; or
+    their mean, where they did not, but shards do not lie as rows do."""
     x, axis, dim, varying = node.named("x axes dim varying")
     op = "comm.reduce_scatter" if varying else "comm.shard"
-    return [cts.emit(op, x, node, dys[0], axis, dim)]
+    dx = cts.emit(op, x, node, dys[0], axis, dim)
+    if varying == MEAN:
+        parts = prod(cts.sizes[a] for a in as_axes(axis))
+        dx = cts.emit("aten.mul.Tensor", x, node, dx, 1.0 / parts)
+    return [dx]
 
 
 def reduce_scatter(

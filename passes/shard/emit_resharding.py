@@ -12,6 +12,9 @@ from ..builder import Builder
 from ..dims.name_dims import Dim, Dims
 from ..dims.origins import find_differentiable
 from ..graph import Location, Value
+from ..mesh import CONTEXT_AXES
+from ..ops.collectives import MEAN
+from ..shard.parameter_sharding import find_casts
 from ..shard.propagate import Sharded
 from ..shard.resharding import Step, V
 from ..shard.sharding import Sharding
@@ -27,6 +30,8 @@ class ReshardEmitter:
         self.dims = dict(sharded.named.dims)
         self.shardings = dict(sharded.states)
         graph = sharded.graph
+        params = {v.name for v in graph.params}
+        self.at_rest = params | find_casts(graph.nodes, graph.params).keys()
         self.builder = Builder.beside(graph.sources)
         self.builder.taken.update(v.name for n in graph.nodes for v in n.results)
         self.producer_where: dict[str, Location] = {}
@@ -54,12 +59,15 @@ class ReshardEmitter:
     ) -> Value:
         """All-gathers v over an axis, which split a place of it (a dim, a slot there).
         varying: whether ranks go on to do different things with it."""
+        # What is whole there may lie in shards as rows do, which parameters never do.
+        as_rows = not varying and axis in CONTEXT_AXES and v.name in self.at_rest
 
         def collective(x: Value, dim: int) -> Value:
             out = self.shardings[x.name].without_split(axis)
             if varying:
                 out = out.with_varying(out.varying | {axis})
-            return self.emit("all_gather", x, (axis, dim), where, out)
+            back = (None, MEAN) if as_rows else ()
+            return self.emit("all_gather", x, (axis, dim, *back), where, out)
 
         return self.on_own_dim(v, place, where, collective)
 

@@ -79,8 +79,8 @@ def parameter_sharding(
         if place is not None:
             state = state.with_split(place, axis, order)
     for axis in plan.parameter_axes if shared else ():
-        # What is moved as rows in zigzag are is no share in one piece.
-        as_rows = axis in plan.zigzag and any(use.state(axis) != V for use in uses)
+        # What is split as rows in zigzag are is no share in one piece.
+        as_rows = axis in plan.zigzag and any(use.place(axis) for use in uses)
         if state.place(axis) is None and not as_rows:
             state = split_parameter(dims, state, axis, sizes)
     return state

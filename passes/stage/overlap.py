@@ -25,6 +25,7 @@ from ..shard.parameter_sharding import GATHER, RESHARDINGS, find_gathered
 from ..stage.split_backward import GRADIENT
 
 SCATTER = "comm.reduce_scatter"
+SCALE = "aten.mul.Tensor"  # by a number: what has one operand
 
 # What a collective begins with in a message of its own, and what is under way then.
 STARTS = {
@@ -34,7 +35,7 @@ STARTS = {
 
 # What leads from a scattered gradient to a parameter's: shares in one piece, unlike
 # those of rows, which a scatter of activations may have in zigzag.
-HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
+HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype", SCALE)
 
 # What leads from a parameter's share to what is whole of it. A shard of what was whole
 # may lie as rows do.
@@ -278,7 +279,8 @@ def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:
     for node in reversed(nodes):
         if node.results:
             unread = wanted.isdisjoint(v.name for v in node.results)
-            final = unread and node.op in HANDS_ON
+            alone = len(node.operands) == 1
+            final = unread and node.op in HANDS_ON and alone
         else:
             into_gradient = node.operands[0].name.startswith(GRADIENT)
             final = into_gradient and node.op == ADD

@@ -89,10 +89,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "wide": wide_gpt,
     "wide llama": wide_llama,
 }
-# Each rank of cp routes the rows of whole sequences to their experts, so that gradients
-# of these are the same on all, who share nothing of them out: prices do not know.
-SWITCHES = ("switch", "top 2")
-MIXTURES = ("mixtral", "shared", *SWITCHES)
+MIXTURES = ("mixtral", "shared", "switch", "top 2")
 model = cache(lambda name: MODELS[name]())
 
 
@@ -116,8 +113,7 @@ def draw(seed: int) -> Drawn:
     experts = 2 * OF_EXPERTS if name in MIXTURES else ()
     precision = chance.choice(("model", "bf16", "bf16-stream"))
     groups = find_groups(captured(name, precision).named)
-    meshes = [m for m in MESHES if name not in SWITCHES or "cp" not in m]
-    mesh = with_groups(Mesh.parse(chance.choice((*meshes, *experts))), groups)
+    mesh = with_groups(Mesh.parse(chance.choice((*MESHES, *experts))), groups)
     axes, pp = dict(mesh.axes), mesh.axis_size("pp")
     names = [n for n in sorted(SCHEDULES) if pp > 1 or n == "1f1b"]
     schedule = chance.choice(names)

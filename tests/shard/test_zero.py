@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 from cases import Case, on_rank
-from models import gpt2, llama, plain_gpt, token_batch
+from models import gpt2, llama, plain_gpt, switch_gpt, token_batch
 from test_context_parallel import Positions, next_token
 from torch import nn
 from trajectories import check_trajectory
@@ -92,6 +92,25 @@ def test_ranks_whose_rows_lie_in_zigzag_share_parameters_in_one_piece(zero):
     }
     assert over.pop("table") == {"dp"}  # its rows are moved as those of samples are
     assert {"dp", "cp"} in over.values()
+
+
+@pytest.mark.matrix(quick=2)
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize("zigzag", [("cp",), ()])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"), [("cp=2", 2), ("cp=2,tp=2", 1), ("dp=2,cp=2", 1)]
+)
+def test_weights_that_all_ranks_of_cp_use_alike_are_shared_out(
+    mesh, microbatches, zero, zigzag, precision
+):
+    """Experts of a limited capacity go over whole sequences on each of them."""
+    case, how = switch_gpt(), {"zero": zero, "zigzag": zigzag}
+    case = case if precision == "bf16" else case.double()
+    case.verify(mesh, microbatches, precision=precision, **how)
+    ranks = Mesh.parse(mesh).size
+    elements = rank_elements(case.compile(mesh, microbatches, **how))
+    assert elements < 1.1 / ranks * rank_elements(case.compile(""))
 
 
 def test_what_two_axes_share_comes_by_one_message():
