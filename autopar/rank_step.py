@@ -32,6 +32,7 @@ from autopar.runtime.agreement.validate import (
     refuse_unnamed,
 )
 from autopar.runtime.comm.own_rows import Field
+from autopar.runtime.execute.backward import LEFT, LOST, STEPPED, Backward
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, gradient_norms
@@ -57,6 +58,7 @@ class RankStep(HeldState):
         self._fixed = NO_FIELDS
         self._originals: Originals | None = None
         self._trained = False  # in this process
+        self._backward: Backward | None = None  # of the last step
         # What the program has the values of: tensors, on the rank that compiled it.
         self._outside: tuple[Outside, ...] = ()
         self._values: FrozenValues | None = None
@@ -101,8 +103,9 @@ class RankStep(HeldState):
         other shapes; one that does not divide over the ranks is padded to one that was
         compiled, if the loss can leave out what is more. local: the batch has this
         rank's samples only, see `data_rank`.
-        As with `loss.backward()`, gradients add to what `.grad` holds: call
-        `optimizer.zero_grad()` in between.
+        Gradients add to what `.grad` holds: call `optimizer.zero_grad()` in between.
+        `loss.backward()` may stay in a loop, and makes them those of what it is called
+        on, as `loss / n`.
         Raises: BatchError, if names or types are not those compiled for.
         """
         if positional:
@@ -113,11 +116,11 @@ class RankStep(HeldState):
         batch = self._fit(batch, local)
         executor = self.executor  # raises if there is nothing to run yet
         if self._updates.left_gradients() and self.comm.rank == 0:
-            LOG.warning(
-                "gradients that an optimizer has used are added to: call "
-                "optimizer.zero_grad() or step.zero_grad(); zero_grad() of the model "
-                "knows its own alone"
-            )
+            LOG.warning(LEFT)
+        if (last := self._backward) is not None:
+            last.end(STEPPED)
+            if last.is_lost and self.comm.rank == 0:
+                LOG.warning(LOST)
         with self._begin("step", batch, local) as tensors:
             if self._host is not None:
                 self._host.upload()
@@ -127,7 +130,9 @@ class RankStep(HeldState):
                 self._host.download()
             self._updates.show(overflowed=self.skipped > before)
         self._trained = True
-        return loss.as_subclass(StepLoss)
+        self._backward = Backward(executor, self._host, self._updates)
+        self._updates.on_update = self._backward.on_update
+        return StepLoss.of(loss, self._backward)
 
     def _check_values(self, steps: int) -> None:
         """Raises AutoparError if what was compiled with its value has another now; what

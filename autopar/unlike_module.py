@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +46,7 @@ OUTPUT = (
     "load what step.save_pretrained(folder) or step.state_dict() gives into the model; "
     'or take logits: step.evaluate(outputs=("logits",), **batch)',
 )
-GRADIENTS_ARE_THERE = "leave the backward out: they are in .grad after step(**batch)"
-OF_THE_LOSS_ITSELF = (
-    "leave the backward out: gradients of the loss as the step returned it are in "
-    ".grad, and add up until zero_grad(). For their mean over several batches compile "
-    "with microbatches=4 and pass all at once, or divide in loss_fn"
-)
+GRADIENTS_ARE_THERE = "call it of the loss: loss = step(**batch); loss.backward()"
 RETURNED = (
     'loss = step(**batch); other outputs: step.evaluate(outputs=("logits",), **batch)'
 )
@@ -144,18 +138,26 @@ class NotOfAStep(AutoparError, AttributeError):
 
 
 class StepLoss(Tensor):
-    """The loss that a step returns, [], of which whoever calls `backward` is told that
-    the step did. What is computed of it is a plain tensor; but for a multiple, a sum or
-    a mean without a gradient of its own, as loops have them that accumulate."""
+    """The loss that a step returns, []. Its gradients are there: `backward` makes them
+    those of what it is called on, as a multiple of the loss."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    computed = False  # it is no more the loss as the step returned it
+    _backward: Callable[[Tensor | None], None]
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise AutoparError(
-            "the step that returned this loss has computed its gradients already",
-            fix=OF_THE_LOSS_ITSELF if self.computed else GRADIENTS_ARE_THERE,
-        )
+    @classmethod
+    def of(cls, loss: Tensor, backward: Callable[[Tensor | None], None]) -> StepLoss:
+        """backward: is called with the factor of the loss, [], None if that is 1."""
+        anchor = torch.zeros((), requires_grad=True)
+        with torch.enable_grad():
+            made = _Backward.apply(anchor, loss, backward).as_subclass(cls)
+        made._backward = backward
+        return cast(StepLoss, made)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs.get("gradient") is not None:
+            super().backward(*args, **kwargs)
+        else:  # without a look at a factor, for which a GPU is waited for
+            self._backward(None)
 
     def __iter__(self) -> NoReturn:
         raise AutoparError("a step returns the loss alone", fix=RETURNED)
@@ -170,38 +172,32 @@ class StepLoss(Tensor):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
 
     def __format__(self, spec: str) -> str:
-        return format(self.as_subclass(Tensor), spec)
+        return format(self.detach(), spec)
 
     def __repr__(self, **kwargs: Any) -> str:
-        return repr(self.as_subclass(Tensor))
+        return repr(self.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.as_subclass(Tensor).clone()
+        return self.detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return self.detach().__reduce_ex__(protocol)
 
 
-def _computed(name: str) -> Callable[..., Any]:
-    """An operation of tensors that gives a loss which has been computed of a step's."""
-    operation = getattr(Tensor, name)
+class _Backward(torch.autograd.Function):
+    """The loss of a step in the graph of what is computed of it."""
 
-    def compute(self: StepLoss, *args: Any, **kwargs: Any) -> Any:
-        result = operation(self, *args, **kwargs)
-        if not isinstance(result, Tensor) or result.requires_grad:
-            return result
-        result = result.as_subclass(StepLoss)
-        result.computed = True
-        return result
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, backward: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.backward_of_step = backward
+        return loss.clone()
 
-    return wraps(operation)(compute)
-
-
-for _name in (
-    *("__mul__", "__rmul__", "__truediv__", "__neg__", "mean", "sum"),
-    *("__add__", "__radd__", "__sub__", "__rsub__"),
-):
-    setattr(StepLoss, _name, _computed(_name))
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.backward_of_step(grads[0])
+        return None, None, None
 
 
 def refuse_attribute(owner: object, name: str) -> NoReturn:

@@ -174,21 +174,10 @@ def test_gradients_that_were_used_and_not_zeroed_are_told(
     assert "call optimizer.zero_grad() or step.zero_grad()" in caplog.text
 
 
-def test_a_second_backward_is_told(step: Step) -> None:
+def test_a_loss_is_kept_as_any_number(step: Step) -> None:
     loss = step(**case().batch)
     assert type(loss.exp()) is torch.Tensor and repr(loss).startswith("tensor(")
     assert f"{loss:.4f} {loss / 2:8.3f}" == f"{loss.item():.4f} {loss.item() / 2:8.3f}"
-    with pytest.raises(
-        AutoparError, match=r"already\n  fix  leave the back.* in \.grad"
-    ):
-        loss.backward()
-    scaled = torch.amp.GradScaler("cpu").scale(loss)
-    sums = sum([loss, loss]), loss + loss, 1 - loss, loss.mean(), loss.sum()
-    for made in (loss / 4, 0.25 * loss, -loss, scaled, *sums):
-        with pytest.raises(
-            AutoparError, match=r"already\n  fix  [\s\S]*divide in loss_"
-        ):
-            made.backward()
     # What others keep of it needs no class of ours.
     copies = [copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
     assert {type(x) for x in copies} == {torch.Tensor} and copies[0] == copies[
@@ -233,6 +222,7 @@ def test_clipping_the_model_in_place_of_the_step_is_an_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
 def test_a_step_runs_within_what_dynamo_compiles(step: Step) -> None:
     batch = case().batch
     step.zero_grad()

@@ -89,6 +89,8 @@ class Updates:
         # During an update: a parameter, its plain gradient, and the one that is shown.
         self._aside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._overflowed = False
+        # Is called with the parameters that an optimizer updates.
+        self.on_update: Callable[[list[Tensor]], None] = lambda params: None
         # During an update that is left out: a group, and what was in it.
         self._left_out: list[tuple[dict[str, Any], dict[str, Any]]] = []
         here = ref(self)
@@ -146,6 +148,7 @@ class Updates:
             self._check_reach(optimizer, [n for n in names if n is not None])
             self._known[optimizer] = held
         _check_scaler()
+        self.on_update(params)
         self._note(optimizer)
         self._used += [
             (p, p.grad, p.grad._version)

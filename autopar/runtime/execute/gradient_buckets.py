@@ -77,6 +77,8 @@ class Gradients:
         }
         # What the user wants added to, by bucket that was cleared; None: zeros.
         self._before: dict[int, Tensor | None] = {}
+        # The same, of the last step, whose gradients were added to it.
+        self._added: dict[int, Tensor | None] = {}
 
     # --- the buffers ---------------------------------------------------------------
 
@@ -161,6 +163,7 @@ class Gradients:
 
     def begin(self) -> None:
         """Clear the buffers; what the user wants added to is kept aside."""
+        self.keep()
         self._before.clear()
         for i, bucket in enumerate(self.buckets):
             self._end_reduction(bucket)  # of a step that failed
@@ -235,7 +238,27 @@ class Gradients:
         for i, old in self._before.items():
             if old is not None:
                 self.buckets[i].flat.add_(old)
-        self._before.clear()
+        self._added, self._before = self._before, {}
+        self._show(overflowed)
+
+    def multiply(self, factor: Tensor | None, alone: bool) -> None:
+        """Makes of the gradients that the last step has added a multiple of them, until
+        `keep` is called. factor: [], None for 1. alone: without those before."""
+        for i, old in self._added.items():
+            flat = self.buckets[i].flat
+            if old is not None:
+                flat.sub_(old)
+            if factor is not None:
+                flat.mul_(factor)
+            if old is not None and not alone:
+                flat.add_(old)
+        self._show()
+
+    def keep(self) -> None:
+        """Forgets what the gradients of the last step were added to."""
+        self._added = {}
+
+    def _show(self, overflowed: bool = False) -> None:
         for name, grad in self.by_name.items():
             if (p := self.parameters[name]).requires_grad:
                 p.grad = None if overflowed else grad
