@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ from ..capture.forward.loss_module import LossModule
 from ..capture.forward.on_meta import META
 from ..capture.forward.torch_shapes import shapes_of_grouped_products
 from ..capture.forward.unseen import refuse_hooks
-from ..capture.forward.values_read import NO_NUMBER, capture_failed
+from ..capture.forward.values_read import capture_failed
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
+from ..capture.read_answers import Answers
 from ..capture.rows.choose_rows import remark_on_loops
 from ..capture.rows.chosen_rows import keep_all_rows
-from ..capture.rows.compare_readings import agree, are_equal, are_same
-from ..capture.rows.expert_loops import batch_expert_loops
+from ..capture.rows.expert_loops import batch_loops
 from ..capture.rows.join_weights import join_weights, remark_on_frozen
 from ..capture.rows.rows import OWN_MASKS, has_own_masks
 from ..digest import digest
@@ -83,7 +84,7 @@ def trace(
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
     traced = traced or _capture_whole(wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
-    traced, differing = _batch_loops(traced)
+    traced, differing = batch_loops(traced)
     remarks = remark_on_loops(traced.graph, _place_of(wrapper), differing)
     means = wrapper.unseen.guards.means
     graph = keep_all_rows(traced.graph, traced.autocast.keys(), means)
@@ -129,65 +130,17 @@ def _capture_whole(
             traced = _capture(wrapper, tensors, precision)
         except CaptureError:
             raise error from None
-    return _prove_guards(traced, wrapper, tensors, precision)
+    return _answers(wrapper, tensors, precision).prove(traced)
 
 
-def _prove_guards(
-    traced: Traced,
-    wrapper: LossModule,
-    tensors: Mapping[str, torch.Tensor],
-    precision: Lowering,
-) -> Traced:
-    """Captures a model that asked whether there are rows. Refuses it, if it computes
-    something else without any, or with one."""
-    guards = wrapper.unseen.guards
-    if guards.compared is not None:
-        _prove_limits(wrapper, tensors, precision)
-    while guards.read is not None:
-        error, checks = guards.read.error(), len(guards.checks)
-        if guards.numbered:
-            error = CaptureError(error.message, source=error.source, fix=NO_NUMBER)
-        readings = {Reading.SOME: traced}
-        try:
-            for reading in [*guards.others()]:
-                guards.reading = reading
-                readings[reading] = _capture(wrapper, tensors, precision)
-            same = agree(readings)
-            if not same and readings.keys() == {Reading.SOME, Reading.NONE}:
-                none = readings[Reading.NONE]
-                same = guards.means = are_same(traced, none, means=True)
-        except CaptureError:
-            same = False
-        guards.reading = Reading.SOME
-        if len(guards.checks) == checks:
-            if not same:
-                raise error
-            if (unproved := guards.unproved()) is not None:
-                raise unproved
-            break
-        guards.begin()  # what asked was a check: without it there is less to prove
-        traced = _capture(wrapper, tensors, precision)
-    return traced
-
-
-def _prove_limits(
+def _answers(
     wrapper: LossModule, tensors: Mapping[str, torch.Tensor], precision: Lowering
-) -> None:
-    """Reads `x[:most] if len(x) > most else x` as if there were more than most.
-    Refuses it, if with no more, where `x[:most]` is x, it computes anything else."""
-    guards = wrapper.unseen.guards
-    assert guards.compared is not None
-    error = guards.compared.error()
-    readings = []
-    for guards.within in (False, True):
-        guards.limits.clear()
-        try:
-            readings.append(_capture(wrapper, tensors, precision, guards.limits))
-        except CaptureError:
-            raise error from None
-    guards.within = False
-    if not are_equal(*readings):
-        raise error
+) -> Answers:
+    return Answers(
+        wrapper.unseen.guards,
+        partial(_capture, wrapper, tensors, precision),
+        lambda: wrapper.beside.names,
+    )
 
 
 def _capture(
@@ -261,13 +214,13 @@ def _capture_repeats(
 
     def capture() -> Traced:
         few = _capture(wrapper, tensors, precision)
-        return _prove_guards(few, wrapper, tensors, precision)
+        return _answers(wrapper, tensors, precision).prove(few)
 
     few = with_layers(model, repeats.path, repeats.kept, capture)
     if few is None:
         return None
     try:
-        few, _ = _batch_loops(few)
+        few, _ = batch_loops(few)
         repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
         graph = repeater.whole(names_of(model), outputs=few.updated)
     except (CaptureError, NotAlike):
@@ -281,16 +234,6 @@ def _capture_repeats(
         trainable=_trainable(model, graph),
         autocast={v: dtype for v, dtype in dtypes.items() if dtype},
     )
-
-
-def _batch_loops(traced: Traced) -> tuple[Traced, tuple[str, ...]]:
-    """The model with its loops over experts as one step each; and of those that stay as
-    they are, why."""
-    batched = batch_expert_loops(traced.graph, traced.autocast)
-    new = replace(traced, graph=batched.graph, autocast=batched.autocast)
-    if batched.count and not traced.loops:
-        new = replace(new, loops=(traced, new))
-    return new, batched.differing
 
 
 def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ times what is not finite is no number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from ..graph import Graph, Node
 from ..ops.op import op_of
@@ -38,11 +37,12 @@ def not_finite(graph: Graph) -> frozenset[str]:
         batched.update(v.name for v in node.results if read & batched)
         made = not (keeps_finite(node) or flowing.intersection(floating))
         handed_on = read & names and op_of(node).finite != "always"
-        fills = _fills(node.args) or _fills(node.kwargs.values())
-        if (made and read & batched) or handed_on or fills:
+        if (made and read & batched) or handed_on or fills(node):
             names.update(floating)
     return frozenset(names)
 
 
-def _fills(args: Iterable[object]) -> bool:
+def fills(node: Node) -> bool:
+    """Whether a number that is not finite is among the arguments."""
+    args = (*node.args, *node.kwargs.values())
     return any(isinstance(a, float) and not math.isfinite(a) for a in args)

@@ -6,6 +6,7 @@ completed once, where something else needs it. By its declaration an op is linea
     jointly        f(x + x', y + y') = f(x, y) + f(x', y')
     in each        operand, while the others are held
     in the first   operand, or in the second, while the others are held
+    chosen         in both operands that a condition, one for all, chooses between
     cast           as a change of type, if that keeps numbers as they are; one number,
                    as a loss, may be rounded in each share
 """
@@ -52,6 +53,10 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
             return pending[0] and not any(pending[1:]) and not node.kwargs
         case "in the second":
             return pending == [False, True]
+        case "chosen":
+            others = (a for a in node.named("self other") if not isinstance(a, Value))
+            each = not any(others) and all(pending[1:])
+            return each and not pending[0] and not node.operands[0].shape
     return False
 
 

@@ -27,7 +27,9 @@ OutCotangents = Sequence[Value | None]
 # node, cotangents of its outs (None where nothing flows back) -> of its operands
 Derivative = Callable[["Cotangents", Node, OutCotangents], list[Value | None]]
 # The dims of its operands that a result is linear in, see `passes.ops.linearity`.
-Linear = Literal["", "jointly", "in each", "in the first", "in the second", "cast"]
+Linear = Literal[
+    "", "jointly", "in each", "in the first", "in the second", "chosen", "cast"
+]
 # Results and derivatives are finite where operands are, or always.
 Finite = Literal["", "kept", "always"]
 # What a result of its operand's shape has at each place, see `Op`.

@@ -205,6 +205,7 @@ OPS = (
         "condition self other",
         "pointwise",
         form="ScalarOther",
+        linear="chosen",
         finite="kept",
         derivative=chosen,
         traced_if=lambda cts, node: node.operands[1].type != node.out.type,

@@ -200,14 +200,17 @@ def test_a_batch_without_a_tensor() -> None:
 
 def test_a_branch_on_data_is_shown_at_its_line() -> None:
     class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
         def forward(self, x: Tensor) -> Tensor:
-            y = x * 2
-            if y.sum() > 0:
-                y = y + 1
+            y = self.one(x)
+            y = self.other(y) if y.sum() > 0 else self.other(y + 1)
             return y.sum()
 
     lines, first = inspect.getsourcelines(Branch.forward)
-    line = first + next(i for i, text in enumerate(lines) if "if y.sum()" in text)
+    line = first + next(i for i, text in enumerate(lines) if "y.sum() > 0" in text)
     with pytest.raises(CaptureError) as error:
         trace(Branch(), {"x": torch.randn(3)})
     assert error.value.source.endswith(f"test_trace.py:{line}")

@@ -125,7 +125,7 @@ def looked_up(m: Any, x: Tensor, ids: Tensor) -> Tensor:
 
 # What forward does with x [b, s, 32] and ids [b, s] -> what the error says.
 WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "item": (lambda m, x, ids: x * ids.max().item(), rf"{NUMBERS}\.item"),
+    "item": (lambda m, x, ids: x * ids.max().item() ** 2, rf"{NUMBERS}\.item"),
     "float": (lambda m, x, ids: x * float(x.mean()), rf"{NUMBERS}float\(\)"),
     "math": (lambda m, x, ids: x * math.sqrt(ids.sum().item()), rf"{NUMBERS}\.item"),
     "max": (lambda m, x, ids: x * max(ids[0].tolist()), rf"{NUMBERS}.*\.tolist"),
@@ -193,6 +193,7 @@ FIXED: dict[str, Callable[..., Tensor]] = {
     "of buffers": lambda m, x, ids: x if m.count[:2].sum() else x * (1 + m.count[0]),
     "of positions": far,
     "item": lambda m, x, ids: x * ids[:, :1, None],
+    "an integer": lambda m, x, ids: x * (1 - ids[0, 0].item()),
     "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
     "mask": masked,
     "experts of their rows": looped,

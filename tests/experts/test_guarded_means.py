@@ -31,15 +31,19 @@ MEANS: dict[str, Mean] = {
     "smooth": lambda x, y, m: F.cross_entropy(x[m], y[m], label_smoothing=0.1),
     "nll": lambda x, y, m: F.nll_loss(x[m].log_softmax(-1), y[m]),
 }
-REFUSED: dict[str, Mean] = {  # what is another number of no rows
+OTHERS: dict[str, Mean] = {  # what is another number of no rows
     "more": lambda x, y, m: F.cross_entropy(x[m], y[m]) + 1,
     "exp": lambda x, y, m: F.mse_loss(x[m][:, 0], y[m].float()).exp(),
+    "minus": lambda x, y, m: 2 - x[m].mean(),
+    "root": lambda x, y, m: x[m].square().mean().rsqrt(),
+    "largest of all": lambda x, y, m: x[m].max(),
+    "of each": lambda x, y, m: F.cross_entropy(x[m], y[m], reduction="none").mean(),
+}
+REFUSED: dict[str, Mean] = {
     "largest": lambda x, y, m: x[m].amax(0).mean(),
     "product": lambda x, y, m: x[m].square().sum(-1).prod(),
     "a pool": lambda x, y, m: x[m].amax(0, keepdim=True).softmax(-1).mean(),
     "spread": lambda x, y, m: x[m].std(),
-    "minus": lambda x, y, m: 2 - x[m].mean(),
-    "root": lambda x, y, m: x[m].square().mean().rsqrt(),
     "turned": lambda x, y, m: (x[m] @ x[m].mT).mean(),
     "weighed": lambda x, y, m: F.cross_entropy(x[m], y[m], torch.arange(1.0, 17)),
     "joined": lambda x, y, m: torch.cat([x[m], x[0]]).mean(),
@@ -102,30 +106,33 @@ def test_a_mean_of_rows_if_there_are_any(guard: str, mean: str, many: int) -> No
     of.verify("tp=2")
 
 
+@pytest.mark.matrix(quick=4)
+@pytest.mark.parametrize("many", [0, 20])
+@pytest.mark.parametrize("mean", OTHERS)
+@pytest.mark.parametrize("guard", GUARDS)
+def test_what_is_not_0_of_no_rows_is_not_taken_then(
+    guard: str, mean: str, many: int
+) -> None:
+    of = case(guard, OTHERS[mean], many)
+    of.verify("dp=2")
+    of.verify("tp=2")
+
+
 @pytest.mark.parametrize("mean", REFUSED)
-def test_what_is_not_0_of_no_rows_is_refused(mean: str) -> None:
+def test_what_may_do_harm_where_there_are_no_rows_is_refused(mean: str) -> None:
     with pytest.raises(CaptureError):
         case("added", REFUSED[mean], 3).compile("dp=2")
 
 
-def test_a_mean_that_is_taken_in_any_case_is_not() -> None:
-    mean = MEANS["labels"]
-
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("many", [3, 20])
+def test_a_mean_that_is_taken_in_any_case_is_none_of_them(mean: str, many: int) -> None:
     class Both(Guarded):
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            return (
-                super().forward(ids, labels) + self.head.weight[labels != -100].mean()
-            )
+            x = self.embed(ids)
+            taken = x[labels != -100].mean() + x[ids > 3].mean()
+            return super().forward(ids, labels) + taken
 
-    with pytest.raises(CaptureError):
-        Case(Both("added", mean), case("added", mean, 3).batch).compile("dp=2")
-
-
-def test_a_mean_of_other_rows_is_not() -> None:
-    class Other(Guarded):
-        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            return super().forward(ids, labels) + self.embed(ids)[ids > 3].mean()
-
-    mean = MEANS["mean"]
-    with pytest.raises(CaptureError):
-        Case(Other("added", mean), case("added", mean, 3).batch).compile("dp=2")
+    Case(Both("added", MEANS[mean]), case("added", MEANS[mean], many).batch).verify(
+        "dp=2", 1 if mean == "two" else 2
+    )

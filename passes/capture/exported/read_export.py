@@ -25,6 +25,7 @@ from ..forward.user_frames import is_written
 from ..forward.values_read import UNKNOWN, Read, Unknown, refuse_unknown
 from ..rows.choose_rows import ChosenRows
 
+ITEM = torch.ops.aten.item.default
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -109,6 +110,8 @@ class ExportReader:
             return args[0]
         fakes = node.meta.get("val")
         if isinstance(fakes, UNKNOWN):
+            if isinstance(fakes, torch.SymInt) and target is ITEM:
+                self.rows.note_number(fakes, args[0], where)
             return Unknown(target._schema.name.rpartition("::")[2], fakes.node.expr)
         many = isinstance(fakes, tuple | list)
         outs = self.results(node, fakes if many else (fakes,))

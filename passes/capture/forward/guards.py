@@ -5,6 +5,12 @@ Whether there are such rows is known only when a program runs. But where the row
 That it is the same without them is proved: it is read a second time as if there were
 none, and must be, operation by operation, what is left of the first reading.
 
+So it is where some answers are yes and others are no, of a few of such cases.
+
+Of a model that computes something else without them, the answers to a few questions
+are decided: it is read under each, and what it asked is computed, see
+`passes.capture.read_answers`.
+
 Where one of the answers makes a user's own code raise an error, as `assert (ids <
 n).all()` does, it is the other one: that computes nothing, and a remark says that
 programs do not check it.
@@ -14,9 +20,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from enum import Enum
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -30,16 +37,25 @@ from ..forward.numbers_present import (
     Present,
     PresentNumbers,
 )
+from ..forward.of_rows import OF_ROWS
 from ..forward.row_counts import RowCount, Truth, is_number
 from ..forward.split_by_counts import Pieces
 from ..forward.user_frames import (
+    Place,
     asked_by_user,
     at_work,
     place_at_work,
     raised_at,
     raised_by_user,
 )
-from ..forward.values_read import CUT, Read, has_shape, is_unknown, read_here
+from ..forward.values_read import (
+    CUT,
+    NO_NUMBER,
+    Read,
+    has_shape,
+    is_unknown,
+    read_here,
+)
 
 # Marks the tensor that was asked about in a capture, if it asserts nothing of it.
 MARK = torch.ops.aten._assert_tensor_metadata.default
@@ -50,9 +66,9 @@ ONE_BY_ONE = (Tensor.tolist, Tensor.unbind, Tensor.dim)
 COUNTS = (torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero)
 NOT = (torch.logical_not, Tensor.logical_not, Tensor.__invert__)
 SHAPE = Tensor.shape.__get__  # type of a getset descriptor's method
-NORMS = (torch.norm, Tensor.norm, torch.linalg.vector_norm)
-LOGSUMEXP = (torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 MANY = 2**20
+FEW = 3  # questions: each way to answer them is read
+Question = tuple[Place, int]  # and how often it was asked there
 MOST = 2**14  # times that a line asks: more than experts of all layers
 
 
@@ -87,10 +103,18 @@ class Guards:
         self.limits: dict[str, int] = {}
         self.compared: Read | None = None
         # Where a number that is not known is said to be equal to another one, and read.
-        self.equal: dict[tuple[Any, int], Read] = {}
-        self.checks: dict[tuple[Any, int], tuple[bool, str]] = {}
-        self._last: tuple[tuple[Any, int], bool] | None = None
-        self.asked = Counter[tuple[Any, int]]()
+        self.equal: dict[Place, Read] = {}
+        self.checks: dict[Place, tuple[bool, str]] = {}
+        self._last: tuple[Place, bool] | None = None
+        self.asked = Counter[Place]()
+        # What is asked, in the order in which it is marked; None of parts of a number.
+        # Of those that are in doubt, the answer is no where all are yes.
+        self.marked: list[Question | None] = []
+        self.doubted: Set[Question] = frozenset()
+        # Where questions are decided, the answers in turn, and what was asked.
+        self.decided: set[Place] = set()
+        self.answers: list[bool] = []
+        self.questions: list[Tensor] = []
         # Tensors by their id. Of what `bincount` counts: what it counts.
         self.counted: dict[int, tuple[Tensor, Tensor]] = {}
         self.pieces = Pieces(self.counted)
@@ -115,10 +139,9 @@ class Guards:
             return self._number(x, _upper_bound(x.shape[0]), "__len__")
         if func is Tensor.__int__ and id(x) in self.totals and asked_by_user():
             return self._number(x > 0, self.totals[id(x)][1], "")
-        if func in LOGSUMEXP and not has_shape(x):
-            return _logsumexp(*args, **kwargs)
-        if func in NORMS and args and not has_shape(x):
-            return _norm(*args, **kwargs)
+        if func in OF_ROWS and x is not None and not has_shape(x):
+            more = {name: y for name, y in kwargs.items() if name != "input"}
+            return OF_ROWS[func](x, *args[1:], **more)
         count = self.present.below(x)
         if count and func in UNIQUE and len(args) < 2 and kwargs.get("dim") is None:
             if any(kwargs.get(f"return_{extra}") for extra in ("inverse", "counts")):
@@ -186,7 +209,7 @@ class Guards:
         if self.reading in (Reading.SOME, Reading.ONE, Reading.MARKED):
             for number in every:
                 if self.reading != Reading.MARKED or number != alone:
-                    MARK(there(number))
+                    self._mark(there(number), None)
         self.read = read_here(name, rows=True)
         self.present.asked = True
         left = {Reading.LEFT: every[alone : alone + 1], Reading.NONE: every[:0]}
@@ -202,16 +225,50 @@ class Guards:
             raise read.error()  # a `while` that is told the same each time
         if place in self.checks:
             return self.checks[place][0]
+        if place in self.decided:
+            return self._decide(x, rows)
         piece, every = self.pieces.number(x if of is None else of) or (-1, 0)
         alone = piece == every // 2
         self.present.asked |= bool(every)
         left = self.reading == Reading.MARKED and every and not alone
+        question = None if every else (place, self.asked[place])
         if left or self.reading not in (Reading.MARKED, Reading.LEFT):
-            MARK(x)
+            self._mark(x, question)
         self.read = read
         there = alone if every and self.reading == Reading.LEFT else self.some
+        there &= question not in self.doubted
         self._last = place, there
         return there
+
+    def _mark(self, x: Tensor, question: Question | None) -> None:
+        MARK(x)
+        self.marked.append(question)
+
+    def mixtures(self) -> Iterator[Set[Question]]:
+        """Yields questions whose answer is no where that of all others is yes: all
+        there are, of a few; else of each place, the last, all others, and each
+        second."""
+        every = [q for q in dict.fromkeys(self.marked) if q is not None]
+        if len(every) <= FEW:
+            for n in range(1, len(every)):
+                yield from map(set, combinations(every, n))
+            return
+        places = dict.fromkeys(place for place, _ in every)
+        for place in places if len(places) > 1 else ():
+            yield {q for q in every if q[0] == place}
+        yield from (set(every[-1:]), set(every[:-1]), set(every[::2]))
+
+    def _decide(self, x: Tensor, rows: str) -> bool:
+        """The next answer; what is asked becomes a value."""
+        self._last = None
+        if rows:
+            with torch._C.DisableTorchFunction():  # as `has_shape` does
+                unknown = next(n for n in x.shape if type(n) is not int)
+            x = torch.zeros((), device=x.device) + unknown
+        self.questions.append((x != 0).reshape(()))
+        if len(self.questions) > len(self.answers):
+            self.answers.append(True)
+        return self.answers[len(self.questions) - 1]
 
     @property
     def some(self) -> bool:
@@ -239,20 +296,32 @@ class Guards:
         reads = (read for place, read in self.equal.items() if place not in self.checks)
         return next((read.error() for read in reads), None)
 
+    def refusal(self) -> CaptureError:
+        """What is to be said of what was asked last."""
+        error = (self.read or read_here("__int__", rows=False)).error()
+        if self.numbered:
+            return CaptureError(error.message, source=error.source, fix=NO_NUMBER)
+        return error
+
     def begin(self) -> None:
         """Forgets what was asked; checks are known."""
-        self.reading, self.numbered = Reading.SOME, False
+        self.reading, self.numbered, self.means = Reading.SOME, False, False
         self.read = self._last = None
         self.equal.clear()
+
+    def begin_forward(self) -> None:
+        for of_forward in (self.asked, self.marked, self.questions):
+            of_forward.clear()
+        self.pieces.begin()
 
     def others(self) -> Iterator[Reading]:
         """Yields how else a forward is to be read that asked in the first reading."""
         if self.read is not None:
             yield Reading.NONE
-            if self.numbered:
-                yield Reading.ONE
-            if self.present.asked:
-                yield from (Reading.MARKED, Reading.LEFT)
+        if self.numbered:
+            yield Reading.ONE
+        if self.read is not None and self.present.asked:
+            yield from (Reading.MARKED, Reading.LEFT)
 
     def is_check(self, error: Exception) -> bool:
         """Whether the last answer made a user's own code raise this: from now on it is
@@ -313,27 +382,6 @@ def _any_of(known: Mapping[int, tuple], args: Sequence[Any]) -> tuple | None:
     """What is known of the first tensor among the arguments of which something is."""
     tensors = (x for x in args if isinstance(x, Tensor))
     return next((known[id(x)] for x in tensors if id(x) in known), None)
-
-
-def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """Computes torch's logsumexp, which itself asks whether there are any rows."""
-    largest = input.detach().amax(dim, True)
-    total = (input - largest).exp().sum(dim, True).log() + largest
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    return total if keepdim else total.squeeze(dims)
-
-
-def _norm(
-    x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any
-) -> Tensor | None:
-    """Computes torch's norm over all dims, which may ask whether there is one
-    number."""
-    order = options.pop("ord", p)
-    if dim is not None or order == "nuc":
-        return None
-    order = 2 if order in ("fro", None) else order
-    dims = tuple(range(x.ndim))
-    return torch.linalg.vector_norm(x, order, dims, keepdim, **options)
 
 
 def _upper_bound(n: Any) -> int:

@@ -63,12 +63,12 @@ class LossModule(nn.Module):
         self.kept = KeptValues()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The loss, a scalar, and what else the model returns, of a batch's fields."""
+        """The loss, a scalar, and what else the model returns, of a batch's fields;
+        and what it asked that is to be decided, bools."""
         before = dict(self.model.named_buffers())
         self.unseen.known.begin(before)
         guards = self.unseen.guards
-        guards.asked.clear()
-        guards.pieces.begin()
+        guards.begin_forward()
         with (
             OwnCollectives(),
             self.unseen,
@@ -99,7 +99,7 @@ class LossModule(nn.Module):
         self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
         self.beside.assigned = tuple(assigned)
         loss = self.functions.add_to(returned.loss)
-        return (loss, *beside.values(), *assigned.values())
+        return (loss, *beside.values(), *guards.questions, *assigned.values())
 
     def _assigned(self, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What buffers have after `self.count = self.count + 1`, which leaves no trace

@@ -91,6 +91,8 @@ class RowCount(RowTotal):
             return self._is_positive()
         if self.rows and type(limit) is int and limit > 0:
             return self.guards.is_above(self.node.expr, limit)
+        if not self.rows and type(limit) is int:
+            return self.guards.answer(self.x > limit)
         return usual(limit)
 
     def __gt__(self, other: Any) -> Any:

@@ -54,8 +54,8 @@ WITHOUT_ROWS = (
 )
 
 NO_NUMBER = (
-    "take it as a tensor, mask.sum(), or as a size, x.shape[0]: len() and int() give "
-    "Python's own numbers, which may only be compared with 0"
+    "take it as a tensor, mask.sum(), or of it, .item(), or as a size, x.shape[0]: "
+    "len() and int() give Python's own numbers, which may only be compared with 0"
 )
 
 CUT = "ask nothing before you cut: rows[:most] gives all rows where there are no more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from ..forward.values_read import Unknown, has_shape
 from ..rows.chosen_rows import rows_of
 from ..rows.rows import CHOOSES
 
+# Of an integer that is not known and one that is, by torch's names for these.
+OF_INTEGERS = {
+    "Add": "aten.add.Tensor",
+    "Mul": "aten.mul.Tensor",
+    "Max": "aten.clamp_min.default",
+    "Min": "aten.clamp_max.default",
+}
 # What turns a table of places round, and which dims it names then.
 TURNS: dict[str, tuple] = {
     "aten.t.default": ((),),
@@ -36,6 +44,7 @@ class ChosenRows:
         # A mask, and its size, as a mask may be written to -> what chooses its rows.
         self.chosen: dict[tuple[str, str], tuple[Value, ...]] = {}
         self.masks: dict[str, Value] = {}  # those sizes -> what chooses so many
+        self.numbers: dict[str, Value] = {}  # integers -> the tensors that have them
         self.columns: dict[str, tuple[Value, ...]] = {}  # of a table of places, its own
         self.turned: set[str] = set()  # tables that have them as rows
 
@@ -146,6 +155,16 @@ class ChosenRows:
         self.sizes[str(size)], self.masks[str(size)] = outs[0].shape[0], mask
         return outs
 
+    def note_number(self, number: torch.SymInt, x: Value, where: Location) -> None:
+        """Notes which tensor an integer was read of, as it is then."""
+        emit = partial(self.builder.emit, shape=(), where=where)
+        if x.numel == 1:
+            seen = emit("aten.reshape.default", (x, ()), dtype=x.dtype)
+            copy = emit("aten.clone.default", (seen,), dtype=x.dtype)
+            args = copy, torch.int64
+            wide = emit("aten.to.dtype", args, dtype=torch.int64)
+            self.numbers[str(number.node.expr)] = wide
+
     def sized(
         self,
         target: torch._ops.OpOverload,
@@ -157,35 +176,55 @@ class ChosenRows:
         seen in another shape, and with their count, where a tensor is wanted."""
         kinds = {a.name: str(a.type) for a in target._schema.arguments}
         views = target._schema.name.replace("::", ".") in RESHAPES
+        # Of integers, a number's type would be another one than a tensor's.
+        real = any(isinstance(a, Value) and a.dtype.is_floating_point for a in args)
         kinds = {k: v if views or v == "Tensor" else "" for k, v in kinds.items()}
         placed = zip(args, kinds.values(), strict=False)
-        sized = tuple(self._known(arg, kind, where) for arg, kind in placed)
-        return sized, {
-            k: self._known(v, kinds.get(k, ""), where) for k, v in kwargs.items()
-        }
+        known = partial(self._known, where=where, numbers=self.numbers if real else {})
+        sized = tuple(known(arg, kind) for arg, kind in placed)
+        return sized, {k: known(v, kinds.get(k, "")) for k, v in kwargs.items()}
 
-    def _known(self, arg: Any, kind: str, where: Location) -> Any:
+    def _known(
+        self, arg: Any, kind: str, where: Location, numbers: Mapping[str, Value]
+    ) -> Any:
         if isinstance(arg, tuple):
-            return tuple(self._known(a, kind, where) for a in arg)
+            return tuple(self._known(a, kind, where, numbers) for a in arg)
         if not isinstance(arg, Unknown) or arg.size is None:
             return arg
-        times, size = arg.size.as_coeff_Mul()
-        if str(size) not in self.sizes:
-            return arg
         if kind == "List[int]":
-            return int(times) * self.sizes[str(size)]
-        if kind != "Tensor" or str(size) not in self.masks:
+            times, size = arg.size.as_coeff_Mul()
+            rows = self.sizes.get(str(size))
+            return arg if rows is None else int(times) * rows
+        if kind != "Tensor":
             return arg
-        mask = self.masks[str(size)]
-        if mask.dtype != torch.bool:
-            mask = self.builder.emit(
-                "aten.ne.Scalar", (mask, 0), mask.shape, torch.bool, where
-            )
-        count = self.builder.emit("aten.sum.default", (mask,), (), torch.int64, where)
-        if times == 1:
-            return count
-        args = (count, int(times))
-        return self.builder.emit("aten.mul.Tensor", args, (), torch.int64, where)
+        count = self._count(arg.size, numbers, where)
+        return arg if count is None else count
+
+    def _count(
+        self, size: Any, numbers: Mapping[str, Value], where: Location
+    ) -> Value | None:
+        """An integer, as a tensor: a size or a number, times another number, or with
+        one added, or no less or no more than one; None of others."""
+
+        def emit(op: str, x: Value, *args: Any) -> Value:
+            return self.builder.emit(op, (x, *args), (), torch.int64, where)
+
+        if (number := numbers.get(str(size))) is not None:
+            return number
+        if (mask := self.masks.get(str(size))) is not None:
+            if mask.dtype != torch.bool:
+                args = mask, 0
+                mask = self.builder.emit(
+                    "aten.ne.Scalar", args, mask.shape, torch.bool, where
+                )
+            return emit("aten.sum.default", mask)
+        op = OF_INTEGERS.get(type(size).__name__)
+        known = [int(n) for n in size.args if n.is_Integer]
+        symbols = [n for n in size.args if not n.is_Integer]
+        if op is None or (len(known), len(symbols)) != (1, 1):
+            return None
+        x = self._count(symbols[0], numbers, where)
+        return None if x is None else emit(op, x, *known)
 
     def _emit(self, op: str, x: Value, dim: int, where: Location) -> Value:
         shape = (*x.shape[:dim], 1, *x.shape[dim:])

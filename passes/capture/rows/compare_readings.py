@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...graph import Graph, Node, Value, map_values
+from ...ops.finite import keeps_finite
 from ...ops.op import is_view, op_of, shows_all
 from ...ops.row_dims import along
 from ...traced import Traced
@@ -41,6 +42,8 @@ class Keys:
         # Values along rows of which there are none -> the dim that goes along these.
         self.along: dict[str, int] = {}
         self.means = False
+        # Values that may not be finite where those that are 0 are.
+        self.spoiled: set[str] = set()
 
     def number(self, made: Hashable) -> int:
         return self.numbers.setdefault(made, len(self.numbers))
@@ -56,11 +59,12 @@ class Keys:
         are rows that they choose. means: whether a mean of no rows is 0 too."""
         keys = {v.name: self.number(v.name) for v in graph.sources}
         keys |= {name: self.number(_content(x)) for name, x in literals.items()}
-        zeros, self.means, self.along = set(zeros), means, {}
+        zeros, self.means, self.along, self.spoiled = set(zeros), means, {}, set()
         zeros.update(name for name, x in literals.items() if not x.any())
         zero_keys = {keys[name] for name in zeros & keys.keys()} - {EMPTY}
         for node in graph.nodes:
             made = self._of_results(node, keys, zeros)
+            self._note_spoiled(node, keys, zeros)
             for v, key in zip(node.outs, made, strict=True):
                 if v is None:
                     continue
@@ -98,12 +102,23 @@ class Keys:
         if (rest := _added(node, zeros)) is not None:
             zeros.update([node.out.name] if rest.name in zeros else ())
             return [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
-        if _is_zero(node, zeros):
+        if _is_zero(node, zeros, self.spoiled):
             zeros.update(v.name for v in node.results)
         return [
             None if v is None else self.number((*made, place))
             for place, v in enumerate(node.outs)
         ]
+
+    def _note_spoiled(
+        self, node: Node, keys: Mapping[str, int], zeros: Set[str]
+    ) -> None:
+        """Notes results that may not be finite, as what is divided by 0 is, or a mean
+        of no rows."""
+        read = {v.name for v in node.operands}
+        divided = not read.isdisjoint(zeros) and not keeps_finite(node)
+        mean = EMPTY in map(keys.get, read) and _is_total(node, means=True)
+        if divided or mean or not read.isdisjoint(self.spoiled):
+            self.spoiled.update(v.name for v in node.results if v.name not in zeros)
 
     def _of_none(self, node: Node, read: list[int], zeros: set[str]) -> int | None:
         """The key of what a node makes of no rows. read: the keys of its operands."""
@@ -171,11 +186,14 @@ def _stays_zero(node: Node) -> bool:
     return stays or shows_all(node) or is_view(node)
 
 
-def _is_zero(node: Node, zeros: Set[str]) -> bool:
-    """Whether all that a node makes is 0, where the values of these names are."""
+def _is_zero(node: Node, zeros: Set[str], spoiled: Set[str]) -> bool:
+    """Whether all that a node makes is 0, where the values of these names are. spoiled:
+    values that may not be finite then."""
     if node.name in ZEROS:
         return True
     if node.name == "aten.mul":
+        if any(v.name in spoiled for v in node.operands):
+            return False
         return node.arg("other") == 0 or any(v.name in zeros for v in node.operands)
     if node.name == "aten.div" and len(node.operands) == 1:
         return node.operands[0].name in zeros
@@ -261,10 +279,13 @@ def _of_numbers(one: Traced, made: Mapping[str, Node]) -> set[str]:
     return {v.name for v in values if numbers(find_match(v, made)) in asked}
 
 
-def are_same(some: Traced, none: Traced, means: bool = False) -> bool:
+def are_same(
+    some: Traced, none: Traced, means: bool = False, every: bool = True
+) -> bool:
     """Whether a model computes the same where there are no rows as it does if it is
     read as if there were some. means: if a mean of no rows is 0 where it is read as if
-    there were some, of which there is a mean then."""
+    there were some, of which there is a mean then. every: whether there are none of
+    any."""
     keys, outputs = Keys(), []
     for one in (some, none):
         graph, literals = one.graph, one.literals
@@ -275,7 +296,8 @@ def are_same(some: Traced, none: Traced, means: bool = False) -> bool:
         left = keys.of_values(graph, literals, zeros, means and one is some)
         outputs.append([left[v.name] for v in graph.outputs])
         chosen = (node for node in graph.nodes if node.op == CHOOSES)
-        if means and any(left[v.name] != EMPTY for n in chosen for v in n.results):
+        full = (left[v.name] != EMPTY for n in chosen for v in n.results)
+        if means and every and any(full):
             return False  # means of these are no number where they are none
     return outputs[0] == outputs[1]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from ...graph import Graph, Node, Value, short
 from ...ops.op import op_of
 from ...ops.random import awaits_number
 from ...rewrite import Rewriter
+from ...traced import Traced
 from ..rows.batch_turns import TurnBatch
 from ..rows.choices import are_distinct, find_match, numbers_of
 from ..rows.rows import ADDING, CHOOSES, SETTING, ZEROS, is_accumulated
@@ -49,6 +50,16 @@ class Batched:
     autocast: Mapping[str, torch.dtype]
     differing: tuple[str, ...] = ()
     count: int = 0
+
+
+def batch_loops(traced: Traced) -> tuple[Traced, tuple[str, ...]]:
+    """The model with its loops over experts as one step each; and of those that stay as
+    they are, why."""
+    batched = batch_expert_loops(traced.graph, traced.autocast)
+    new = replace(traced, graph=batched.graph, autocast=batched.autocast)
+    if batched.count and not traced.loops:
+        new = replace(new, loops=(traced, new))
+    return new, batched.differing
 
 
 def batch_expert_loops(graph: Graph, autocast: Mapping[str, torch.dtype]) -> Batched:
