@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,12 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.ema import Ema
 from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.runtime.parameters.offload import Host
+from autopar.runtime.parameters.prepare import prepare
 from autopar.runtime.parameters.shards import is_owner
 from autopar.runtime.parameters.whole_updates import WholeUpdates
 from autopar.unlike_module import refuse_attribute
+
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 class HeldState:
@@ -152,6 +155,17 @@ class HeldState:
         for name, p in held.parameters.items():
             if recurse or "." not in name:
                 yield f"{prefix}.{name}" if prefix else name, p
+
+    def prepare(self, optimizer: Kind) -> Kind:
+        """Give an optimizer of the model's parameters this rank's parts of them.
+
+        Groups, their options and what it has stored so far stay, as if one device had
+        it. Returns the optimizer. Raises: AutoparError, for parameters of another
+        model.
+        """
+        program, held = self.program, dict(self.named_parameters())
+        prepare(optimizer, program, self.comm.coords, held, self._updates.name_of)
+        return optimizer
 
     def gathers(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
         """The object that gives an optimizer whole parameters, after `gather_for`."""

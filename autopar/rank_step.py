@@ -10,15 +10,16 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.capture.frozen_values import FrozenValues
-from autopar.held_state import HeldState
+from autopar.held_state import HeldState, Kind
 from autopar.local_batches import Batch, DataRank, batches, fields_of_samples
+from autopar.module_calls import ModuleCalls, by_name
 from autopar.passes.capture.forward.outside import Outside
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import PIPELINE
@@ -29,7 +30,6 @@ from autopar.runtime.agreement.validate import (
     check_wants_none,
     checked_batch,
     checked_outputs,
-    refuse_unnamed,
 )
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.backward import LEFT, LOST, STEPPED, Backward
@@ -42,11 +42,10 @@ from autopar.runtime.parameters.whole_updates import WholeUpdates, all_beside
 from autopar.unlike_module import StepLoss
 
 LOG = logging.getLogger("autopar")
-Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
-class RankStep(HeldState):
+class RankStep(ModuleCalls, HeldState):
     """Forward and backward of a program on the rank of `comm`.
 
     Every rank calls it with the whole global batch, and takes its own part of it; or,
@@ -108,9 +107,10 @@ class RankStep(HeldState):
         on, as `loss / n`.
         Raises: BatchError, if names or types are not those compiled for.
         """
-        if positional:
-            refuse_unnamed()
-        return self._eager(self._step, batch, local)
+        batch = by_name(self._order, positional, batch)
+        if torch.is_grad_enabled() or self.training:
+            return self._eager(self._step, batch, local)
+        return self._eager(self._evaluate, batch, local, None)
 
     def _step(self, batch: Mapping[str, Any], local: bool) -> Tensor:
         batch = self._fit(batch, local)
@@ -172,8 +172,7 @@ class RankStep(HeldState):
         vocabulary elements there. Each set of names takes a program of its own.
         Raises: CaptureError, for a name that the model does not return.
         """
-        if positional:
-            refuse_unnamed()
+        batch = by_name(self._order, positional, batch)
         return self._eager(self._evaluate, batch, local, outputs)
 
     def _evaluate(
@@ -224,12 +223,8 @@ class RankStep(HeldState):
             if self._saving is not None and self._saving.done():
                 self.finish_saving()
             self._check_autocast()
-            if operation == "step" and not torch.is_grad_enabled():
-                raise AutoparError(
-                    "a step computes gradients, and is called under torch.no_grad()",
-                    fix="call step.evaluate(**batch), which computes the loss alone",
-                )
             if operation == "step":
+                self._check_trains()
                 check_wants_none(batch)
             self._check_values(self.executor.steps)
             like = data.whole_like(batch, self.program.inputs) if local else batch

@@ -21,6 +21,7 @@ from autopar.compiler import compile_offline, proved
 from autopar.local_batches import DataRank
 from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
+from autopar.module_calls import by_name, fields_in_order
 from autopar.options import Options, check_arguments, make_plan
 from autopar.other_shapes import OtherShapes, shapes_of, without_padding
 from autopar.own_modes import own_modes
@@ -35,10 +36,10 @@ from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE, NOTHING
 from autopar.runtime.agreement.validate import (
+    BatchError,
     check_model,
     check_same,
     fixed_fields,
-    refuse_unnamed,
 )
 from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.code_cache import CodeCache
@@ -69,7 +70,7 @@ def compile(
     *,
     devices: Cluster | str | int | None = None,
     loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
-    example_inputs: Mapping[str, Any] | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     plan: Plan | str | None = None,
     program: Program | None = None,
     seed: int = 0,
@@ -105,8 +106,15 @@ def compile(
     """
     check_model_given(model)
     check_arguments(plan, program, loss_fn, seed, timeout)
+    if isinstance(example_inputs, tuple | list):
+        example_inputs = by_name(fields_in_order(model.forward), example_inputs, {})
     if not isinstance(example_inputs, Mapping | None):
-        refuse_unnamed()
+        kind = type(example_inputs).__name__
+        raise BatchError(
+            f"example_inputs is a {kind}",
+            fix="give the fields of a batch: {'ids': ..., 'labels': ...}, or in the "
+            "order of what forward takes, (ids, labels)",
+        )
     plan = plan if program is None else program.plan
     step = Step(
         model,
@@ -170,6 +178,7 @@ class Step(RankStep):
         super().__init__(chosen or default_device())
         check_own_gpu(self.device, timeout)
         self._model: nn.Module | None = model
+        self.training, self._order = model.training, fields_in_order(model.forward)
         # A plan, or what one is chosen for once there is a batch.
         self._decided, self._loss_fn = decided, loss_fn
         self._seed, self._timeout = seed, timeout
@@ -257,7 +266,7 @@ class Step(RankStep):
         assert self._model is not None
         if local:
             batch = self.data.whole_like(batch)
-        fixed = fixed_fields(batch)
+        fixed, self._compiled_training = fixed_fields(batch), self._model.training
         await_here("step.build()", self._timeout)
         compiled = self._given
         if compiled is not None and (compiled.proof or not self._prove):

@@ -22,10 +22,6 @@ HOOKS = (
     "program; to look at values, let the model return them: "
     'step.evaluate(outputs=("hidden_states.3",), **batch)',
 )
-MODES = (
-    "a step has no modes",
-    "call step(**batch) to train, and step.evaluate(**batch) without dropout",
-)
 MODULES = (
     "a step is a program without modules",
     "step.named_parameters() and step.state_dict() have the names of the model; batch "
@@ -53,7 +49,6 @@ RETURNED = (
 # name -> (why it is not there, what is instead)
 LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        **dict.fromkeys(("train", "eval", "training"), MODES),
         **dict.fromkeys(
             (
                 "register_forward_hook",
@@ -170,6 +165,9 @@ class StepLoss(Tensor):
                     f"'{name}': a step returns the loss alone", fix=RETURNED
                 )
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+
+    def __float__(self) -> float:
+        return float(self.item())  # torch warns of what has a gradient
 
     def __format__(self, spec: str) -> str:
         return format(self.detach(), spec)

@@ -286,14 +286,18 @@ def test_what_the_first_forward_switches_is_to_be_switched_before() -> None:
     capture_model(model, batch)
 
 
-def test_a_batch_without_names_is_refused() -> None:
+def test_more_than_forward_takes_by_its_place_is_refused() -> None:
     case = plain_gpt(layers=1)
-    batch = tuple(case.batch.values())
+    batch = (*case.batch.values(), torch.zeros(2))
     step = autopar.compile(case.model, "", prove=False, example_inputs=case.batch)
     for use in (
         lambda: autopar.compile(case.model, "", example_inputs=batch),
         lambda: step(*batch),
         lambda: step.evaluate(*batch),
     ):
-        with pytest.raises(AutoparError, match="by their names"):
+        with pytest.raises(AutoparError, match="places, but forward takes ids, labels"):
             use()
+    with pytest.raises(AutoparError, match="'ids' is given by its place, and by its"):
+        step(batch[0], **case.batch)
+    with pytest.raises(AutoparError, match=r"a Tensor\n  fix .*\(ids, labels\)"):
+        autopar.compile(case.model, "", example_inputs=batch[0])

@@ -30,7 +30,8 @@ ROOMS = (
     "version", "gc_paused", "own_modes", "read_file", "units", "terminal", "progress",
     "unlike_module", "runtime.kernels", "runtime.comm", "runtime.parameters",
     "runtime.agreement", "runtime.execute", "runtime.launch", "machine", "options",
-    "capture", "models", "local_batches", "checkpoints", "held_state", "rank_step",
+    "capture", "models", "local_batches", "checkpoints", "held_state",
+    "module_calls", "rank_step",
     "measure", "proof", "verify", "compiler", "other_shapes", "plans", "planner",
     "step", "training", "reports", "__init__", "commands", "cli", "__main__",
 )  # fmt: skip

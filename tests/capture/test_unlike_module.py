@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any, cast
@@ -178,6 +179,7 @@ def test_a_loss_is_kept_as_any_number(step: Step) -> None:
     loss = step(**case().batch)
     assert type(loss.exp()) is torch.Tensor and repr(loss).startswith("tensor(")
     assert f"{loss:.4f} {loss / 2:8.3f}" == f"{loss.item():.4f} {loss.item() / 2:8.3f}"
+    assert float(loss) == loss.item() and not math.isnan(loss)
     # What others keep of it needs no class of ours.
     copies = [copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
     assert {type(x) for x in copies} == {torch.Tensor} and copies[0] == copies[
@@ -236,8 +238,6 @@ def test_a_step_runs_within_what_dynamo_compiles(step: Step) -> None:
 
 def test_what_a_step_cannot_do_is_said(step: Step) -> None:
     of = case()
-    with pytest.raises(AutoparError, match=r"fix  step\(\*\*batch\)"):
-        step(*of.batch.values())
     with pytest.raises(AutoparError, match=r"cannot be pickled[\s\S]*step.state_dict"):
         pickle.dumps(step)
     with pytest.raises(AutoparError, match=r"a Step[\s\S]*torch.nn.Module"):

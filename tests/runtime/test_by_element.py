@@ -217,3 +217,31 @@ def test_one_that_moves_tensors_between_ranks_is_told() -> None:
         assert reach_of(Sharing(ps), ps) is Reach.ELEMENT
     finally:
         dist.destroy_process_group()
+
+
+@torch.compile(fullgraph=True)
+def update_compiled(p: Tensor, grad: Tensor, lr: Tensor) -> None:
+    p.sub_(grad.sign() * lr)
+
+
+class Compiled(torch.optim.Optimizer):
+    """Compiles its update by a decorator, as fused kernels are written."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+        self.rate = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            self.rate.fill_(group["lr"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    update_compiled(p, p.grad, self.rate)
+
+
+def test_an_update_that_is_compiled_is_tried_as_it_is_written() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    optimizer = Compiled([p])
+    assert not exchanges(optimizer, [p])
+    assert reach_of(optimizer, [p]) is Reach.ELEMENT

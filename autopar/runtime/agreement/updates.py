@@ -140,7 +140,9 @@ class Updates:
         if params and not any(names):
             holder = f"{type(optimizer).__name__} holds"
             self.check_originals(
-                holder, params, "make the optimizer of step.parameters()"
+                holder,
+                params,
+                "step.prepare(optimizer), or make it of step.parameters()",
             )
             return
         self._check_state(optimizer)
@@ -195,6 +197,11 @@ class Updates:
             for p, g, version in used
         )
 
+    def name_of(self, p: Tensor) -> str | None:
+        """The name of a parameter of the model's own; None: it is none of them."""
+        known, name = self._originals.get(id(p), (None, ""))
+        return name if known is not None and known.tensor() is p else None
+
     # --- what is refused -----------------------------------------------------------
 
     def check_originals(self, whose: str, params: list[Tensor], fix: str) -> None:
@@ -203,8 +210,7 @@ class Updates:
         if any(grad.any() for grad in grads):
             return
         for p in params:
-            known, name = self._originals.get(id(p), (None, ""))
-            if known is not None and known.tensor() is p:
+            if name := self.name_of(p):
                 raise OptimizerError(
                     f"{whose} the model's '{name}', of which the step has a copy: "
                     "it would change nothing",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -155,15 +155,6 @@ def fixed_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
             )
     copied = (dict, list, tuple, set)
     return {k: deepcopy(v) if isinstance(v, copied) else v for k, v in fixed.items()}
-
-
-def refuse_unnamed() -> NoReturn:
-    """Raises BatchError for a batch that is no mapping."""
-    raise BatchError(
-        "a step takes the fields of a batch by their names",
-        fix="step(**batch), or step(ids=..., labels=...) as forward names them; and "
-        "example_inputs={'ids': ..., 'labels': ...}",
-    )
 
 
 def check_wants_none(batch: Mapping[str, Any]) -> None:

@@ -115,14 +115,18 @@ T = TypeVar("T")
 def _tried(
     optimizer: Optimizer, parameters: Sequence[Tensor], of: Callable[[_Trial], T]
 ) -> list[T]:
-    """Asks of each group and number of dims; chance is left as it was."""
+    """Asks of each group and number of dims; chance is left as it was, and functions
+    that the optimizer compiles run as they are written."""
     mine = {id(p) for p in parameters}
     results = []
     for group in optimizer.param_groups:
         ranks = {p.ndim: p for p in group["params"] if id(p) in mine and p.ndim}
         for like in ranks.values():
             try:
-                with torch.random.fork_rng(_devices(like)):
+                with (
+                    torch.random.fork_rng(_devices(like)),
+                    torch.compiler.set_stance("force_eager"),
+                ):
                     results.append(of(_Trial(optimizer, group, like)))
             except Undecided:
                 raise

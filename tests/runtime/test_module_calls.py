@@ -1,0 +1,87 @@
+"""A step is called as the module is that it was compiled from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Case
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import autopar
+from autopar.passes.errors import AutoparError
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 16), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, power: int = 2) -> Tensor:
+        error = self.drop(self.up(x)).sum(-1) - (0 if y is None else y)
+        return (error.abs() ** power).mean()
+
+
+def case() -> Case:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 8), "y": torch.randn(4)}
+    return Case(Dropped().double(), {k: v.double() for k, v in batch.items()})
+
+
+def test_fields_are_given_by_their_places() -> None:
+    of = case()
+    x, y = of.batch.values()
+    of.model.eval()
+    step = autopar.compile(of.model, "", example_inputs=(x, y))
+    assert step(x, y).item() == pytest.approx(of.model(x, y).item())
+    assert step(x, y=-y).item() == pytest.approx(of.model(x, -y).item())
+    assert step.evaluate(x, y).item() == pytest.approx(of.model(x, y).item())
+    step = autopar.compile(of.model, "", example_inputs={"x": x, "power": 3})
+    assert step(x, power=3).item() == pytest.approx(of.model(x, power=3).item())
+
+
+def test_a_loop_that_validates_stays_as_it_is() -> None:
+    """With its modes, and under `no_grad`."""
+    one, other = case(), case()
+    x, y = one.batch.values()
+    step = autopar.compile(one.model, "", example_inputs=(x, y))
+    got: list[Any] = []
+    want: list[Any] = []
+    for m, losses in ((step, got), (other.model, want)):
+        optimizer = SGD(m.parameters(), lr=0.1)
+        for _ in range(2):
+            m.eval()
+            with torch.no_grad():
+                losses.append(m(x, y).item())
+            with torch.inference_mode():
+                losses.append(m(x, -y).item())
+            m.train()
+            assert m.training
+            state = {k: v.clone() for k, v in one.model.state_dict().items()}
+            m.load_state_dict(state)  # dropout is drawn otherwise
+            m(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            m.load_state_dict(state)
+    assert got == pytest.approx(want)
+
+
+def test_a_step_in_another_mode_is_refused() -> None:
+    of = case()
+    step = autopar.compile(of.model, "", example_inputs=of.batch)
+    with torch.no_grad(), pytest.raises(AutoparError, match=r"no_grad[\s\S]*eval\(\)"):
+        step(**of.batch)
+    step.eval()
+    with pytest.raises(AutoparError, match=r"after step.eval\(\)"):
+        step(**of.batch)
+    step.train()(**of.batch)
+    of = case()
+    of.model.eval()
+    step = autopar.compile(of.model, "", example_inputs=of.batch)
+    step(**of.batch)
+    assert not step.training
+    step.train()
+    with pytest.raises(AutoparError, match=r"model.train\(\) before autopar.compile"):
+        step(**of.batch)
