@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+# Most of what calls are made with: nothing to look into.
+LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
 def named_tensors(result: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -14,19 +18,33 @@ def named_tensors(result: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(result, Tensor):
         yield path or "output", result
         return
-    if is_dataclass(result) and not isinstance(result, Mapping):
-        items = [(f.name, getattr(result, f.name)) for f in fields(result)]
-    elif isinstance(result, Mapping):
-        items = list(result.items())
-    elif isinstance(result, tuple | list):
-        names = getattr(result, "_fields", range(len(result)))
-        items = list(zip(map(str, names), result, strict=True))
-    else:
-        return
-    for name, x in items:
+    for name, x in zip(_names(result), _members(result), strict=True):
         yield from named_tensors(x, f"{path}.{name}" if path else str(name))
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
     """Yields the tensors of nested containers, in order."""
-    return (x for _, x in named_tensors(tree))
+    if isinstance(tree, Tensor):
+        yield tree
+    elif type(tree) not in LEAVES:
+        for x in _members(tree):
+            if type(x) not in LEAVES:
+                yield from tensors(x)
+
+
+def _members(x: Any) -> Iterable[Any]:
+    """The members of a container; none of what is no container."""
+    if isinstance(x, tuple | list):
+        return x
+    if isinstance(x, Mapping):
+        return x.values()
+    return [getattr(x, name) for name in _names(x)]
+
+
+def _names(x: Any) -> Iterable[Any]:
+    if isinstance(x, tuple | list):
+        return getattr(x, "_fields", range(len(x)))
+    if isinstance(x, Mapping):
+        return x.keys()
+    is_record = is_dataclass(x) and not isinstance(x, type)
+    return [f.name for f in fields(x)] if is_record else ()

@@ -50,20 +50,27 @@ class Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        call = self.described(func, torch.is_grad_enabled(), args, kwargs or {})
+        with torch._C.DisableTorchFunction():  # what looks at a call is no call
+            call = self.described(func, torch.is_grad_enabled(), args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            self.note(call, result, args if result is None else result)
+        return result
+
+    def note(self, call: Call, result: Any, changed: Any) -> None:
+        """Notes a call, and what it made or wrote to."""
         if counts_rows(result):
             raise RowsCounted
-        made = list(tensors(args if result is None else result))
-        if made or result is None:  # all else comes back as an argument, if it matters
-            for place, x in enumerate(made):
-                if self.versions.get(id(x)) != x._version:  # else as it came in
-                    where = len(self.parts) - 1, len(self.parts[-1]), place
-                    self.made[id(x)] = call if func is torch.tensor else where
-                    self.versions[id(x)] = x._version
-            self.alive.append(made)
-            self.parts[-1].append((*call, *((x.shape, x.dtype) for x in made)))
-        return result
+        made = list(tensors(changed))
+        if not made and result is not None:
+            return  # it comes back as an argument, if it matters
+        for place, x in enumerate(made):
+            if self.versions.get(id(x)) != x._version:  # else as it came in
+                where = len(self.parts) - 1, len(self.parts[-1]), place
+                self.made[id(x)] = call if call[0] is torch.tensor else where
+                self.versions[id(x)] = x._version
+        self.alive.append(made)
+        self.parts[-1].append((*call, *((x.shape, x.dtype) for x in made)))
 
     def described(self, *call: Any) -> Call:
         return tuple(map(self.describe, call))

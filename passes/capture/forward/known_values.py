@@ -102,23 +102,21 @@ class KnownValues:
             self.versions[id(x)] = x._version
         for x in () if of_batch else tensors(result):
             self._note_constant(x)
-        if not isinstance(result, Tensor):
-            return
-        numbers = tree_leaves((args, kwargs))
-        if id(result) in read or any(isinstance(n, UNKNOWN) for n in numbers):
+        if not isinstance(result, Tensor) or id(result) in read:
             return
         known = {key: self._made(x) for key, x in read.items()}
         made = {key: one for key, one in known.items() if one is not None}
-        if len(made) == len(read):
-            names = frozenset[str]().union(*(one.buffers for one in made.values()))
+        if len(made) < len(read):
+            return
+        if any(isinstance(n, UNKNOWN) for n in tree_leaves((args, kwargs))):
+            return
+        names = frozenset[str]().union(*(one.buffers for one in made.values()))
 
-            def make() -> Any:
-                own = tree_map_only(
-                    Tensor, lambda x: made[id(x)].make(), (args, kwargs)
-                )
-                return func(*own[0], **own[1])
+        def make() -> Any:
+            own = tree_map_only(Tensor, lambda x: made[id(x)].make(), (args, kwargs))
+            return func(*own[0], **own[1])
 
-            self.made[id(result)] = _Made(result, result._version, make, names)
+        self.made[id(result)] = _Made(result, result._version, make, names)
 
     def read(self, func: Any, x: Any) -> Any:
         """The result of a call that reads a number; None where it is unknown."""

@@ -45,7 +45,8 @@ class Shapes(TorchDispatchMode):
             self.known[key] = func(*args, **keywords)
         if writes:
             return args[0] if func._schema.returns else None
-        return tree_map(_like, self.known[key])
+        made = self.known[key]
+        return _like(made) if isinstance(made, Tensor) else tree_map(_like, made)
 
 
 def _is_in_place(func: Any) -> bool:
