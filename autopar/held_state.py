@@ -56,6 +56,7 @@ class HeldState:
         self.form: OwnForm | None = None  # that a model has whose hooks make it
         self.configs: tuple[Any, ...] = ()  # that a Hugging Face model has beside it
         self._executor: Executor | None = None
+        self._awaiting: list[torch.optim.Optimizer] = []  # see `prepare`
         self._host: Host | None = None
         self._saving: PendingSave[Any] | None = None
         self._ema: Ema | None = None
@@ -160,9 +161,12 @@ class HeldState:
         """Give an optimizer of the model's parameters this rank's parts of them.
 
         Groups, their options and what it has stored so far stay, as if one device had
-        it. Returns the optimizer. Raises: AutoparError, for parameters of another
-        model.
+        it. Of a step that the first batch compiles, it has them from then on. Returns
+        the optimizer. Raises: AutoparError, for parameters of another model.
         """
+        if self._executor is None:
+            self._awaiting.append(optimizer)
+            return optimizer
         program, held = self.program, dict(self.named_parameters())
         prepare(optimizer, program, self.comm.coords, held, self._updates.name_of)
         return optimizer

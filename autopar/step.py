@@ -313,6 +313,9 @@ class Step(RankStep):
         over = straddling(program.mesh, this_node().ranks)
         for line in filter(None, (*notes, over, note)) if comm.rank == 0 else ():
             LOG.warning(line)
+        for optimizer in self._awaiting:
+            self.prepare(optimizer)
+        self._awaiting.clear()
         self._model = None  # the whole weights are free to go
         return self
 
