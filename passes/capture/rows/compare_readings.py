@@ -17,7 +17,7 @@ from ...ops.row_dims import along
 from ...traced import Traced
 from ..forward.guards import Reading
 from ..rows.choices import REPEATED, Match, find_counted, find_match
-from ..rows.reduce_rows import LOSSES
+from ..rows.reduce_rows import LOSSES, MEAN
 from ..rows.rows import ADDING, CHOOSES, ZEROS
 
 # One that is 0 says so of all numbers only where none is below 0.
@@ -42,8 +42,10 @@ class Keys:
         # Values along rows of which there are none -> the dim that goes along these.
         self.along: dict[str, int] = {}
         self.means = False
-        # Values that may not be finite where those that are 0 are.
+        # Values that may not be finite where those that are 0 are; and keys of those
+        # that are made in any case.
         self.spoiled: set[str] = set()
+        self.shared: Set[int] = frozenset()
 
     def number(self, made: Hashable) -> int:
         return self.numbers.setdefault(made, len(self.numbers))
@@ -64,7 +66,6 @@ class Keys:
         zero_keys = {keys[name] for name in zeros & keys.keys()} - {EMPTY}
         for node in graph.nodes:
             made = self._of_results(node, keys, zeros)
-            self._note_spoiled(node, keys, zeros)
             for v, key in zip(node.outs, made, strict=True):
                 if v is None:
                     continue
@@ -73,6 +74,7 @@ class Keys:
                     zero_keys.add(keys[v.name])
                 elif keys[v.name] in zero_keys:
                     zeros.add(v.name)
+            self._note_spoiled(node, keys, zeros)
         for v in graph.outputs:
             if v.name in zeros:
                 keys[v.name] = self.number(("0", v.shape, v.dtype))
@@ -113,12 +115,15 @@ class Keys:
         self, node: Node, keys: Mapping[str, int], zeros: Set[str]
     ) -> None:
         """Notes results that may not be finite, as what is divided by 0 is, or a mean
-        of no rows."""
+        of no rows, where they are not made in any case."""
         read = {v.name for v in node.operands}
-        divided = not read.isdisjoint(zeros) and not keeps_finite(node)
-        mean = EMPTY in map(keys.get, read) and _is_total(node, means=True)
-        if divided or mean or not read.isdisjoint(self.spoiled):
-            self.spoiled.update(v.name for v in node.results if v.name not in zeros)
+        mean = node.name == "aten.mean" or node.arg("reduction") == MEAN
+        of_none = EMPTY in map(keys.get, read) or not read.isdisjoint(zeros)
+        alone = any(keys[v.name] not in self.shared for v in node.results)
+        spoils = (mean or not keeps_finite(node)) and (of_none or alone)
+        if spoils or not read.isdisjoint(self.spoiled):
+            made = [v.name for v in node.results if keys[v.name] != EMPTY]
+            self.spoiled.update(name for name in made if name not in zeros)
 
     def _of_none(self, node: Node, read: list[int], zeros: set[str]) -> int | None:
         """The key of what a node makes of no rows. read: the keys of its operands."""
@@ -287,9 +292,11 @@ def are_same(
     there were some, of which there is a mean then. every: whether there are none of
     any."""
     keys, outputs = Keys(), []
-    for one in (some, none):
+    for one in (none, some):
         graph, literals = one.graph, one.literals
         plain, made = keys.of_values(graph, literals), graph.producers()
+        if one is none:
+            keys.shared = {*plain.values()}
         zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
         zeros = {name for name, key in plain.items() if key in zero_keys}
         zeros |= _compared_alike(one, plain, zeros) | _of_numbers(one, made)

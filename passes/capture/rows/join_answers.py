@@ -29,10 +29,10 @@ from ...ops.rules import is_pointwise
 from ...rewrite import Rewriter
 from ...traced import Traced
 from ..rows.chosen_rows import HARMLESS
+from ..rows.reduce_rows import MEAN, SUM
 
 # Beside pointwise ops: finite, as are derivatives, where all operands are a half.
 FINITE_OF_HALVES = ("aten.linalg_vector_norm", "aten.logsumexp")
-MEAN, SUM = 1, 2  # at::Reduction
 
 
 def join_answers(yes: Traced, no: Traced, place: int) -> Traced:

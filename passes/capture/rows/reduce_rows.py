@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..rows.chosen_rows import Keeper
 
 EVERY = 2**63 - 1  # torch's end of `[:]`
+MEAN, SUM = 1, 2  # at::Reduction
 LOSSES = {name for name, op in OPS.items() if op.labels}
 
 
@@ -56,7 +57,7 @@ def reduced(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
     made = keeper.follow(each, rows)
     if not isinstance(made, tuple) or made[0] is None:
         return None
-    op = "aten.mean.default" if node.arg("reduction") == 1 else "aten.sum.default"
+    op = "aten.mean.default" if node.arg("reduction") == MEAN else "aten.sum.default"
     return total(keeper, replace(node, op=op, args=(made[0],), kwargs={}), rows)
 
 
