@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,10 @@ class ModuleCalls:
         """Turns on the mode of evaluation, in which a call under `torch.no_grad()` is
         `evaluate`."""
         return self.train(False)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context of steps whose gradients are added up, as they are without it."""
+        return nullcontext()
 
     def _check_trains(self) -> None:
         """Raises AutoparError for a step in a mode that it was not compiled in, or

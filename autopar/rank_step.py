@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, overload
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,12 @@ class RankStep(ModuleCalls, HeldState):
             if (of := originals.get(program.parameters[name].part.source)) is not None:
                 vars(p).update(vars(of))
         self._updates = Updates(program, parameters, grads, originals, comm.coords)
+        here = ref(self)
+
+        def clip(max_norm: float) -> Tensor | None:
+            return None if (step := here()) is None else step.clip_grad_norm_(max_norm)
+
+        self._updates.clip = clip
         if model is not None:
             self._originals = Originals(model, program, comm.coords)
             self._model_buffers = ModelBuffers(model, executor.buffers)
@@ -178,7 +185,6 @@ class RankStep(ModuleCalls, HeldState):
     def _evaluate(
         self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] | None
     ) -> Tensor | dict[str, Tensor]:
-        assert self.executor is not None, "it raises if there is nothing to evaluate"
         names = checked_outputs(outputs)
         batch = self._fit(batch, local, names, evaluating=True)
         executor = self.executor

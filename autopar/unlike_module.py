@@ -61,7 +61,7 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("modules", "named_modules", "children", "named_children", "apply"),
-                *("get_submodule", "get_parameter", "module", "_modules"),
+                *("get_submodule", "get_parameter", "_modules"),
             ),
             MODULES,
         ),
@@ -74,6 +74,11 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "what is trained is decided when a step is compiled",
             "call requires_grad_ on the model before",
         ),
+        "module": (
+            "a step wraps no model, but has parts of its weights",
+            "keep the model beside it, and before it is read, on all ranks: "
+            "model.load_state_dict(step.state_dict())",
+        ),
         "config": (
             "a step is a program, without a configuration",
             "read it from the model that was compiled",
@@ -85,10 +90,6 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "compile": (
             "a step is compiled already",
             'compile with backend="inductor", which fuses what a rank computes',
-        ),
-        "no_sync": (
-            "gradients of several batches add up until zero_grad()",
-            "leave no_sync out; or compile with microbatches=8, and pass all at once",
         ),
         "backward": ("a step computes gradients with its loss", GRADIENTS_ARE_THERE),
     }

@@ -85,11 +85,20 @@ def by_a_disabled_scaler(m: Any, o: Optimizer, losses: Losses) -> None:
     scaler.update()
 
 
+def clipped(m: Any, o: Optimizer, losses: Losses) -> None:
+    for loss in losses:
+        loss().backward()
+    torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+    torch.nn.utils.clip_grad_norm_([p for p in m.parameters()], max_norm=0.05)
+    o.step()
+    o.zero_grad()
+
+
 LOOPS: Mapping[str, Loop] = {
     loop.__name__: loop
     for loop in (
         *(zeroed_between, of_a_mean, of_a_mean_of_other_weights, anew, of_a_sum),
-        *(with_a_term, by_a_disabled_scaler),
+        *(with_a_term, by_a_disabled_scaler, clipped),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -43,14 +44,16 @@ def test_fields_are_given_by_their_places() -> None:
 
 
 def test_a_loop_that_validates_stays_as_it_is() -> None:
-    """With its modes, and under `no_grad`."""
+    """With its modes, and under `no_grad`; and begins with it."""
     one, other = case(), case()
     x, y = one.batch.values()
-    step = autopar.compile(one.model, "", example_inputs=(x, y))
+    step = autopar.compile(one.model, "")
     got: list[Any] = []
     want: list[Any] = []
     for m, losses in ((step, got), (other.model, want)):
-        optimizer = SGD(m.parameters(), lr=0.1)
+        optimizer = SGD(one.model.parameters() if m is step else m.parameters(), lr=0.1)
+        if m is step:
+            step.prepare(optimizer)
         for _ in range(2):
             m.eval()
             with torch.no_grad():
@@ -61,7 +64,8 @@ def test_a_loop_that_validates_stays_as_it_is() -> None:
             assert m.training
             state = {k: v.clone() for k, v in one.model.state_dict().items()}
             m.load_state_dict(state)  # dropout is drawn otherwise
-            m(x, y).backward()
+            with getattr(m, "no_sync", nullcontext)():
+                m(x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
             m.load_state_dict(state)

@@ -89,6 +89,8 @@ class Updates:
         # During an update: a parameter, its plain gradient, and the one that is shown.
         self._aside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._overflowed = False
+        # Clips the gradients of all ranks together, by a norm, and returns theirs.
+        self.clip: Callable[[float], Tensor | None] = lambda max_norm: None
         # Is called with the parameters that an optimizer updates.
         self.on_update: Callable[[list[Tensor]], None] = lambda params: None
         # During an update that is left out: a group, and what was in it.
@@ -201,6 +203,14 @@ class Updates:
         """The name of a parameter of the model's own; None: it is none of them."""
         known, name = self._originals.get(id(p), (None, ""))
         return name if known is not None and known.tensor() is p else None
+
+    def clip_all(self, params: list[Tensor], max_norm: float) -> Tensor | None:
+        """Clips gradients by the norm of all ranks' parts, where these are all that are
+        trained, of which ranks have parts; None: they are not."""
+        trained = {id(p) for p in self.parameters.values() if p.requires_grad}
+        if not self.partial or not trained <= {*map(id, params)} <= self._names.keys():
+            return None
+        return self.clip(max_norm)
 
     # --- what is refused -----------------------------------------------------------
 
