@@ -41,18 +41,20 @@ def main() -> list[float]:
     torch.manual_seed(1337)
     data = text()
     model = GPT(Config(layers=4, width=64, heads=4, context=BLOCK, vocab=256))
-    model = autopar.compile(model, "dp=2,tp=2", example_inputs=get_batch(data, 0))
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}]
     groups += [{"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    model = autopar.compile(model, "dp=2,tp=2")
+    model.prepare(optimizer)
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = get_lr(step)
         loss = model(**get_batch(data, step))
-        model.clip_grad_norm_(1.0)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
