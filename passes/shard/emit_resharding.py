@@ -69,7 +69,10 @@ class ReshardEmitter:
             back = (None, MEAN) if as_rows else ()
             return self.emit("all_gather", x, (axis, dim, *back), where, out)
 
-        return self.on_own_dim(v, place, where, collective)
+        whole = self.on_own_dim(v, place, where, collective)
+        if v.name in self.at_rest:  # other axes may split what is whole on this one
+            self.at_rest.add(whole.name)
+        return whole
 
     def scatter(
         self, v: Value, axis: str, place: tuple[int, int], where: Location

@@ -94,12 +94,13 @@ def test_ranks_whose_rows_lie_in_zigzag_share_parameters_in_one_piece(zero):
     assert {"dp", "cp"} in over.values()
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=4, daily=16)
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize("zigzag", [("cp",), ()])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("mesh", "microbatches"), [("cp=2", 2), ("cp=2,tp=2", 1), ("dp=2,cp=2", 1)]
+    ("mesh", "microbatches"),
+    [("cp=2", 2), ("cp=2,tp=2", 1), ("dp=2,cp=2", 1), ("cp=2,dp=2", 2)],
 )
 def test_weights_that_all_ranks_of_cp_use_alike_are_shared_out(
     mesh, microbatches, zero, zigzag, precision
