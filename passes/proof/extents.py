@@ -103,6 +103,7 @@ class Extents:
         sizes = {n for dims in self.factors.values() for d in dims for n in d}
         for cut in self.segments.values():
             sizes.update(n for parts in cut.values() for p in parts for n in p)
+        sizes.update(n for one in self.sums for part in one.parts for n in part)
         return sorted(sizes)
 
     def of_size(self, size: int) -> list[Extent]:

@@ -16,6 +16,7 @@ from math import prod
 import torch
 
 from ..atoms import Atoms
+from ..capture.normalize.chunk_rows import find_chunks
 from ..capture.rows.choices import places_along
 from ..dims.name_dims import Dim, Dims, bind
 from ..dims.probe import probe_equation
@@ -80,6 +81,10 @@ class _Search:
                 number, out = node.arg("other"), node.out
                 dims = zip(self.tensors[out.name], out.shape, strict=True)
                 self.windows += [(number, dim) for dim, n in dims if number < n]
+        for name, chunks in find_chunks(self.graph):
+            positions = self.tensors[self.made[name].operands[0].name][1]
+            alike = {n: self.atoms.fresh(n) for n in chunks.sizes}
+            self.sum(positions, [(alike[n], n) for n in chunks.sizes])
         return self._extents(named, splits)
 
     def _declare(self, v: Value) -> None:

@@ -81,7 +81,7 @@ def test_more_microbatches_are_refused(of: ShortModel) -> None:
 
 @pytest.mark.parametrize("cut", ["chunk", "split", "tensor_split", "slices"])
 def test_a_loss_by_chunks_of_the_sequence_may_have_microbatches(cut: str) -> None:
-    """As the error about chunks of all rows has it."""
+    """As the error about means over chunks of all rows has it."""
     cuts = {
         "chunk": lambda x, dim: x.chunk(4, dim),
         "split": lambda x, dim: x.split(x.shape[dim] // 4, dim),
@@ -92,7 +92,7 @@ def test_a_loss_by_chunks_of_the_sequence_may_have_microbatches(cut: str) -> Non
     def by_rows(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         rows, labels = logits.flatten(0, 1), batch["input_ids"].flatten()
         pieces = zip(cuts[cut](rows, 0), cuts[cut](labels, 0), strict=True)
-        return sum(F.cross_entropy(*piece, reduction="sum") for piece in pieces)
+        return sum(F.cross_entropy(*piece) for piece in pieces)
 
     def along(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         labels = cuts[cut](batch["input_ids"], 1)

@@ -23,6 +23,7 @@ from ...ops.op import OPS
 from ...ops.random import CHANCE, DRAW, DRAWN, draw_of, overload
 from ...rewrite import Rewriter, Rule
 from ...traced import Traced
+from ..normalize.chunk_rows import chunk_rows
 from ..normalize.counted_rows import COUNTED_RULES
 from ..normalize.decompose_composites import COMPOSITE_RULES
 from ..normalize.decompose_index import index
@@ -61,6 +62,7 @@ def normalize(traced: Traced) -> Traced:
         graph = hoist_splits(Rewriter(graph, traced.literals))
         graph = split_products(Rewriter(graph, traced.literals))
     graph = Rewriter(graph, traced.literals).run(MEANING)
+    graph = chunk_rows(graph, traced.literals)
     graph = number(graph, CHANCE, ("autopar.choose",))
     literals = {v.name: traced.literals[v.name] for v in graph.constants}
     return replace(traced, graph=graph, literals=literals)
