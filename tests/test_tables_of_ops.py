@@ -27,6 +27,7 @@ TABLES = {
     "passes/capture/rows/compare_readings.py TAKEN_TOGETHER": NOTHING,
     "passes/capture/rows/compare_readings.py WRITES": NOTHING,
     "passes/capture/normalize/decompose_slices.py FILLED": "what slices are written to",
+    "passes/capture/rows/join_answers.py FINITE_OF_HALVES": "finite unless all are 0",
     "passes/capture/rows/rows.py ADDING": LEFT_OUT,
     "passes/capture/rows/rows.py SETTING": LEFT_OUT,
     "passes/capture/rows/rows.py ZEROS": NOTHING,

@@ -243,7 +243,7 @@ def rank_differs_by() -> tuple[float, str]:
     loss = step(**case.batch)
     _, exact = case.model(**case.batch)
     exact.backward()
-    errors = [float((loss - exact.detach()).abs())]
+    errors = [float((loss - exact).detach().abs())]
     wholes = dict(case.model.named_parameters())
     for name, p in step.named_parameters():
         spec, whole = step.program.parameters[name], wholes[name].grad

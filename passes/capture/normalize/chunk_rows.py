@@ -104,7 +104,8 @@ def find_chunks(graph: Graph) -> Iterator[tuple[str, Chunks]]:
 
 
 def _parts(node: Node, x: Value) -> list[tuple[int, int]]:
-    """Where what a node takes of x along its first dim begins and ends."""
+    """Lists where the parts of x begin and end that a node takes along its first
+    dim."""
     if node.name in CUTS and cut_dim(node) == 0 and all(node.outs):
         ends = accumulate((v.shape[0] for v in node.results), initial=0)
         return [*pairwise(ends)]
