@@ -54,7 +54,7 @@ def test_a_benchmark_starts_as_its_page_says(name: str, tmp_path: Path) -> None:
     run_ranks(start, 1, BENCHMARKS / f"{name}.py", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_no_longer_waits_is_measured_beside_paper(tmp_path: Path) -> None:
     """It puts parts of the compiler back as they were, which are to be there."""
     script = str(BENCHMARKS / "waits.py")

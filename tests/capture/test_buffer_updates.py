@@ -219,7 +219,7 @@ def check_step(program: Program, model: nn.Module) -> None:
         torch.testing.assert_close(ours.outputs[after_step(name)], after[name])
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=4, daily=50)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_step_is_that_of_the_model(write, mesh, microbatches) -> None:

@@ -138,7 +138,7 @@ def test_where_it_matters_samples_stay_in_their_chunks(name: str) -> None:
         case.compile("dp=1", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix(quick=0, daily=1)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_a_large_model_with_chunks_is_proved_small(shifted: bool) -> None:
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ def check(loss: Loss, mesh: str, microbatches: int) -> None:
         verify(program, case.model, batch, drawn=False, tolerance=1e-10).check()
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=4, daily=48)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("loss", SHARED, ids=lambda f: f.__name__)
 def test_what_the_batch_decides_is_that_of_all_of_it(loss, mesh, microbatches):

@@ -141,7 +141,7 @@ def test_a_plan_is_priced_as_the_whole_model_is(body) -> None:
     is_priced_as_whole(case_of(body).short())
 
 
-@pytest.mark.matrix(quick=0, daily=5)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize("seed", [2, 4, 6, 8, 10, 13, 17, 18, 24])  # patterns of layers
 def test_drawn_models_are_priced_as_the_whole_ones_are(seed: int) -> None:
     """What all layers read of the first, or of a table by layer, is counted for each:

@@ -237,7 +237,7 @@ def uneven_batches(mesh: str, name: str) -> None:
     torch.testing.assert_close(found["logits"], want)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "pp=2"])
 @pytest.mark.parametrize("name", UNEVEN)
 def test_some_ranks_compute_a_sample_more(mesh: str, name: str) -> None:

@@ -196,7 +196,7 @@ def test_what_differs_is_captured_as_it_is(model, folded) -> None:
     assert not folded
 
 
-@pytest.mark.matrix(quick=0, daily=4)
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.parametrize("add", [in_place, copies, *PRESENT])
 def test_loops_over_experts_repeat(add, folded) -> None:
     """Nobody knows how many rows an expert has, in whatever layer."""

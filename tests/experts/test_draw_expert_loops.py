@@ -15,7 +15,7 @@ def test_usual_words_are_one_step(seed: int) -> None:
     assert outcome(draw(seed)) == "one step"
 
 
-@pytest.mark.matrix(quick=0, daily=8)
+@pytest.mark.matrix(quick=0, daily=5)
 @pytest.mark.parametrize("seed", range(5, 25))
 def test_draw(seed: int) -> None:
     loop = draw(seed)

@@ -106,7 +106,7 @@ def test_a_mean_of_rows_if_there_are_any(guard: str, mean: str, many: int) -> No
     of.verify("tp=2")
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=4, daily=24)
 @pytest.mark.parametrize("many", [0, 20])
 @pytest.mark.parametrize("mean", OTHERS)
 @pytest.mark.parametrize("guard", GUARDS)

@@ -32,7 +32,7 @@ from autopar.proof.small import make_small
 MESHES = ("ep=2", "dp=2", "ep=2,tp=2", "cp=2,ep=2")
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=2, daily=18)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("add", PIECES)
 def test_loss_and_gradients_are_the_model_s(

@@ -56,7 +56,7 @@ def test_layers_read_whatever_was_made_before(seed: int) -> None:
     run_full_size(case.model, case.batch, program)
 
 
-@pytest.mark.matrix(quick=0, daily=4)
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.parametrize("seed", range(100))
 def test_layers_hand_over_more_than_one_tensor(seed: int) -> None:
     case, program = DrawnCarried.of(seed).compiled()

@@ -21,7 +21,7 @@ PLANS = [
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=0, daily=4)
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.parametrize(("mesh", "options"), PLANS, ids=[mesh for mesh, _ in PLANS])
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_a_model_is_proved_at_its_own_size(name: str, mesh: str, options: dict) -> None:
@@ -54,7 +54,7 @@ KINDS = [
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=0, daily=2)
+@pytest.mark.matrix(quick=0, daily=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_proved_at_its_default_size(kind: str) -> None:
     transformers = pytest.importorskip("transformers")

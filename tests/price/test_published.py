@@ -83,7 +83,7 @@ def test_what_autopar_plan_says_of_steps_is_as_published() -> None:
     assert median(map(abs, again)) < 0.04 and max(map(abs, again)) < 0.08, again
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_that_were_looked_up_later_fit_as_they_did() -> None:
     """But for what filled the devices: beside states, 61 GB of 30 billion parameters on
     eight, ours keep what is cast of the shares for a step, 8 GB of these, which FSDP
