@@ -72,7 +72,7 @@ def case_of(loss_fn: LossFn, seq: int = 8) -> Case:
     return Case(model, token_batch(seq=seq, ignored="some"), loss_fn).double()
 
 
-@pytest.mark.matrix(quick=8, daily=24)
+@pytest.mark.matrix(quick=4, daily=24)
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("total", SUMS)
 @pytest.mark.parametrize("cut", CUTS)
@@ -130,6 +130,7 @@ MIXED: dict[str, LossFn] = {
 }
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("name", MIXED)
 def test_where_it_matters_samples_stay_in_their_chunks(name: str) -> None:
     case = case_of(MIXED[name])

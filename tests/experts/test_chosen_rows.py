@@ -151,6 +151,7 @@ def test_one_number_that_is_0_or_less_says_nothing_of_others(add: Any) -> None:
         trace(one.model, one.batch)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("file", ["<stdin>", "<string>", "<python-input-3>"])
 def test_a_model_may_be_typed_in(file: str) -> None:
     names = dict(vars(sys.modules[if_any.__module__]))

@@ -124,6 +124,7 @@ def test_what_may_do_harm_where_there_are_no_rows_is_refused(mean: str) -> None:
         case("added", REFUSED[mean], 3).compile("dp=2")
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("many", [3, 20])
 def test_a_mean_that_is_taken_in_any_case_is_none_of_them(mean: str, many: int) -> None:

@@ -157,6 +157,7 @@ def test_accounts_of_any_depth_are_those_of_the_whole_model(
     same(prices.stage(True, 7, True), one)
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("samples", [1, 2, 4, 8])
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=1"])
 @pytest.mark.parametrize("build", [gpt2, llama])

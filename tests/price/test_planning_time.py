@@ -127,6 +127,7 @@ def loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [Block, Biased])
 def test_prices_of_one_sample_bound_the_bytes_of_more(block) -> None:
     case = Case(Stack(block), token_batch(batch=32), loss)

@@ -142,7 +142,7 @@ def on_ranks(program: Program) -> dict[str, tuple[list[float], dict[str, Tensor]
     return results
 
 
-@pytest.mark.matrix(quick=1, daily=3)
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

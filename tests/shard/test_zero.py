@@ -94,7 +94,7 @@ def test_ranks_whose_rows_lie_in_zigzag_share_parameters_in_one_piece(zero):
     assert {"dp", "cp"} in over.values()
 
 
-@pytest.mark.matrix(quick=4, daily=10)
+@pytest.mark.matrix(quick=2, daily=10)
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize("zigzag", [("cp",), ()])
 @pytest.mark.parametrize("zero", [1, 2, 3])
