@@ -59,14 +59,14 @@ class ReshardEmitter:
     ) -> Value:
         """All-gathers v over an axis, which split a place of it (a dim, a slot there).
         varying: whether ranks go on to do different things with it."""
-        # What is whole there may lie in shards as rows do, which parameters never do.
-        as_rows = not varying and axis in CONTEXT_AXES and v.name in self.at_rest
+        # To slice its gradient would be to take rows, which may lie in zigzag there.
+        in_one_piece = axis in CONTEXT_AXES and v.name in self.at_rest
 
         def collective(x: Value, dim: int) -> Value:
             out = self.shardings[x.name].without_split(axis)
             if varying:
                 out = out.with_varying(out.varying | {axis})
-            back = (None, MEAN) if as_rows else ()
+            back = (None, MEAN) if in_one_piece and not varying else ()
             return self.emit("all_gather", x, (axis, dim, *back), where, out)
 
         whole = self.on_own_dim(v, place, where, collective)

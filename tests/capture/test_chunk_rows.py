@@ -93,16 +93,6 @@ def test_ranks_have_the_chunks_of_their_own_samples() -> None:
     assert {c.kind for c in program.communication} <= {"all_reduce"}
 
 
-def test_logits_are_never_alive_all_at_once() -> None:
-    def peak(loss_fn: LossFn) -> float:
-        case = case_of(loss_fn, seq=64)
-        program = case.compile("", recompute="full")
-        return program.memory[0].activations
-
-    plain = peak(lambda x, batch: nll(x.flatten(0, 1), batch["labels"].flatten()))
-    assert peak(by_chunks("chunk", "again", False)) <= plain
-
-
 def rows_of(logits: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor]]:
     rows, labels = logits.flatten(0, 1), batch["labels"].flatten()
     return list(zip(rows.chunk(CHUNKS), labels.chunk(CHUNKS), strict=True))
