@@ -39,6 +39,7 @@ from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, gradient_norms
 from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.runtime.parameters.offload import Host
+from autopar.runtime.parameters.untrained_reads import watch_reads
 from autopar.runtime.parameters.whole_updates import WholeUpdates, all_beside
 from autopar.unlike_module import StepLoss
 
@@ -99,6 +100,7 @@ class RankStep(ModuleCalls, HeldState):
         self._updates.clip = clip
         if model is not None:
             self._originals = Originals(model, program, comm.coords)
+            watch_reads(model, self._originals, self._updates)
             self._model_buffers = ModelBuffers(model, executor.buffers)
         self.names, self._whole, self._fixed = names, unused, fixed
 

@@ -24,7 +24,7 @@ from autopar.runtime.agreement.moved_parts import watch_collectives
 from autopar.runtime.agreement.roll_call import Facts
 from autopar.runtime.agreement.watched_functions import watch_functions
 from autopar.runtime.parameters.by_element import Reach, Undecided, exchanges, reach_of
-from autopar.runtime.parameters.changed import Known
+from autopar.runtime.parameters.changed import Copied, Known
 from autopar.runtime.parameters.shard_gradient import ShardGradient, as_part, no_view
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 
@@ -79,6 +79,7 @@ class Updates:
         self._names = {id(p): name for name, p in parameters.items()}
         self._plain = dict(grads)
         self._originals = {id(p): (Known.of(p), name) for name, p in originals.items()}
+        self.copied = Copied({})
         # How many parameters each group of an optimizer had when it was looked at.
         self._known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
         # Of the updates since the last step.
@@ -153,6 +154,7 @@ class Updates:
             self._known[optimizer] = held
         _check_scaler()
         self.on_update(params)
+        self.copied.updated = True
         self._note(optimizer)
         self._used += [
             (p, p.grad, p.grad._version)

@@ -86,6 +86,34 @@ class Known:
         return self.tensor() is x and place == (self.version, self.place)
 
 
+@dataclass
+class Copied:
+    """The tensors that a step has copies of, by name, as they were when both were last
+    seen to be alike. updated: whether an optimizer has updated the copies since."""
+
+    tensors: dict[str, Known]
+    updated: bool = False
+
+    def unwritten(self) -> dict[str, Tensor]:
+        """Returns the parameters that nobody has written into, wherever they are."""
+        known = ((name, was, was.tensor()) for name, was in self.tensors.items())
+        return {
+            name: x
+            for name, was, x in known
+            if was.trained and x is not None and x._version == was.version
+        }
+
+    def renew(self, alike: Mapping[str, Known]) -> None:
+        """Notes tensors that were seen to be alike, some of them since others wrote."""
+        written = (n for n, now in alike.items() if now.version != self[n].version)
+        if any(self[name].trained for name in written):
+            self.updated = False
+        self.tensors |= alike
+
+    def __getitem__(self, name: str) -> Known:
+        return self.tensors[name]
+
+
 class Originals:
     """A model, of whose parameters and buffers a step has copies: was it changed since
     it was compiled?
@@ -100,12 +128,14 @@ class Originals:
         specs = (*program.parameters.values(), *program.buffers.values())
         held = {spec.part.source for spec in specs}
         tensors = _tensors(model).items()
-        self._known = {name: Known.of(x) for name, x in tensors if name in held}
+        self.copied = Copied({name: Known.of(x) for name, x in tensors if name in held})
         self._hooks = _hooks_on_forward(model)
+        # What was alike when all was compared last, see `differing`.
+        self._compared: list[tuple[int, int, int]] = []
 
     def written(self) -> bool:
         """Whether one of them was written to since the last look."""
-        known = ((own.tensor(), own.version) for own in self._known.values())
+        known = ((own.tensor(), own.version) for own in self.copied.tensors.values())
         return any(x is not None and x._version != version for x, version in known)
 
     def check(
@@ -135,7 +165,7 @@ class Originals:
         for name, copy in {**parameters, **buffers}.items():
             spec = specs[name]
             source = spec.part.source
-            known, x = self._known.get(source), now.get(source)
+            known, x = self.copied.tensors.get(source), now.get(source)
             if known is None or not spec.stages or (x is not None and x.is_meta):
                 continue
             if x is not None and x.requires_grad not in (
@@ -155,10 +185,32 @@ class Originals:
                 )
             same[source] = replace(Known.of(x), trained=known.trained)
         # Of what this rank holds nothing of, another one looks at the values.
-        for source in self._known.keys() & now.keys() - same.keys():
-            known = self._known[source]
+        known_sources = self.copied.tensors.keys()
+        for source in known_sources & now.keys() - same.keys():
+            known = self.copied[source]
             same[source] = replace(Known.of(now[source]), trained=known.trained)
-        self._known |= same
+        self.copied.renew(same)
+
+    def differing(self, parameters: Mapping[str, Tensor]) -> str:
+        """The name of a parameter that nobody has written into, and of which the step
+        has other values; "" if there is none. parameters: of the step."""
+        left = self.copied.unwritten()
+        both = (*left.values(), *parameters.values())
+        versions = [(id(x), x._version, x.data_ptr()) for x in both]
+        if versions == self._compared:
+            return ""
+        for name, copy in parameters.items():
+            spec = self._program.parameters[name]
+            x = left.get(spec.part.source)
+            if x is None or x.is_meta or not spec.stages:
+                continue
+            if tuple(x.shape) != spec.part.shape:
+                continue
+            own = take_shard(x.detach(), spec, self._program.mesh, self._coords)
+            if not torch.equal(own.to(copy.device), copy.detach().to(own.dtype)):
+                return spec.part.source
+        self._compared = versions
+        return ""
 
     def _is_same(
         self, x: Tensor, known: Known, spec: ParameterSpec, copy: Tensor
