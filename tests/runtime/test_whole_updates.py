@@ -166,6 +166,30 @@ def test_they_update_as_on_one_device(
             )
 
 
+class Stacked(Lamb):
+    """Looks at the gradients of all that it updates at first, as one that computes
+    with them in one tensor, and then does what the class does that it is made of."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            sizes = {p.grad.shape for p in group["params"]}
+            assert sizes == {p.shape for p in group["params"]}
+        super().step(closure)
+
+
+def stacked(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    assert Lamb(params)  # from now on torch calls the hooks of updates within as well
+    return Stacked([p for p in params if p.requires_grad])
+
+
+@pytest.mark.slow
+def test_an_optimizer_has_whole_parameters_alone(tmp_path: Path) -> None:
+    want = train_plainly("cut", lamb)
+    program = build("cut").proved("tp=2")
+    for state in run_ranks(train, 2, "cut", program, stacked, 0, STEPS, tmp_path):
+        torch.testing.assert_close(state, dict(want), rtol=1e-8, atol=1e-8)
+
+
 def adafactor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, lr=1e-2)
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from autopar.passes.digest import digest_of_text
 from autopar.passes.errors import AutoparError
@@ -26,6 +21,7 @@ from autopar.runtime.agreement.watched_functions import watch_functions
 from autopar.runtime.parameters.by_element import Reach, Undecided, exchanges, reach_of
 from autopar.runtime.parameters.changed import Copied, Known
 from autopar.runtime.parameters.shard_gradient import ShardGradient, as_part, no_view
+from autopar.runtime.parameters.update_hooks import watch_updates
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 
 # In a group of an optimizer's state dict: of which part of the parameters it is.
@@ -96,21 +92,7 @@ class Updates:
         self.on_update: Callable[[list[Tensor]], None] = lambda params: None
         # During an update that is left out: a group, and what was in it.
         self._left_out: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        here = ref(self)
-
-        # What `torch.compile` compiles of an optimizer is its own update.
-        @torch.compiler.disable
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (updates := here()) is not None:
-                updates.before(optimizer)
-
-        @torch.compiler.disable
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (updates := here()) is not None:
-                updates.after()
-
-        finalize(self, register_optimizer_step_pre_hook(before).remove)
-        finalize(self, register_optimizer_step_post_hook(after).remove)
+        watch_updates(self)
         watch_functions(self)
         watch_collectives(self)
 

@@ -21,6 +21,7 @@ from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import ParameterSpec, Program
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.parameters.shards import put_shard, take_shard
+from autopar.runtime.parameters.update_hooks import is_nested
 
 
 class WholeUpdates:
@@ -57,13 +58,18 @@ class WholeUpdates:
         # By weight, what the optimizer stores of each element.
         self._entries: dict[str, set[str]] = {}
         self._aside: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        # Of each group, what is in it but while it is updated.
+        self._members: list[list[Tensor]] = []
         optimizer.register_step_pre_hook(self.gather)
         optimizer.register_step_post_hook(self.scatter)
 
     @torch.no_grad()
     def gather(self, optimizer: Optimizer, *_: Any) -> None:
         """Replaces the first part of each weight by the whole; the other parts have no
-        gradient meanwhile, and so are left alone."""
+        gradient meanwhile, and are in no group."""
+        if is_nested(optimizer):
+            return
+        others: set[int] = set()
         for source, names in self.cut.items():
             held = [self.parameters[name] for name in names]
             grads = [p.grad for p in held]
@@ -83,6 +89,11 @@ class WholeUpdates:
                 p.grad = None
             held[0].data = whole
             held[0].grad = grad
+            others |= {id(p) for p in held[1:]}
+        groups = [g["params"] for g in optimizer.param_groups] if others else []
+        self._members = [[*group] for group in groups]
+        for group in groups:
+            group[:] = [p for p in group if id(p) not in others]
 
     def _gather_state(
         self, source: str, names: Sequence[str], stored: dict[Tensor, dict[str, Any]]
@@ -100,6 +111,10 @@ class WholeUpdates:
     @torch.no_grad()
     def scatter(self, optimizer: Optimizer, *_: Any) -> None:
         """Keeps each rank's parts of whole weights and of their stored state."""
+        if is_nested(optimizer):
+            return
+        for group, members in zip(optimizer.param_groups, self._members, strict=False):
+            group["params"][:] = members
         for source, aside in self._aside.items():
             names = self.cut[source]
             leader = self.parameters[names[0]]
