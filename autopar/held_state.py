@@ -149,13 +149,17 @@ class HeldState:
         """The same, with the model's own names; `h.0.attn.qkv[0:32].weight` is part of
         one that the model cuts into pieces, each sharded by itself.
 
-        As of a module. prefix: put before all names. recurse: whether those of
+        As of a module, and in the model's order, by which optimizers store their state
+        and averages are paired. prefix: put before all names. recurse: whether those of
         submodules are among them.
         """
         held = self.executor if self._host is None else self._host
-        for name, p in held.parameters.items():
+        places = {name: i for i, name in enumerate(self.names)}
+        source = {n: spec.part.source for n, spec in self.program.parameters.items()}
+        last = len(places)
+        for name in sorted(held.parameters, key=lambda n: places.get(source[n], last)):
             if recurse or "." not in name:
-                yield f"{prefix}.{name}" if prefix else name, p
+                yield f"{prefix}.{name}" if prefix else name, held.parameters[name]
 
     def prepare(self, optimizer: Kind) -> Kind:
         """Give an optimizer of the model's parameters this rank's parts of them.

@@ -139,7 +139,7 @@ class RankStep(ModuleCalls, HeldState):
                 self._host.download()
             self._updates.show(overflowed=self.skipped > before)
         self._trained = True
-        self._backward = Backward(executor, self._host, self._updates)
+        self._backward = Backward(executor, self._host, self._updates, last)
         self._updates.on_update = self._backward.on_update
         return StepLoss.of(loss, self._backward)
 

@@ -61,6 +61,30 @@ def anew(m: Any, o: Optimizer, losses: Losses) -> None:
     o.step()
 
 
+def zeroed_in_part(m: Any, o: Optimizer, losses: Losses) -> None:
+    """An optimizer of some parameters zeroes theirs, between forward and backward."""
+    _, *others = m.parameters()
+    some = SGD(others, lr=0.1)
+    losses[0]().backward()
+    loss = losses[1]()
+    some.zero_grad()
+    (loss / 2).backward()
+    loss = losses[2]()
+    some.zero_grad()
+    loss.backward()
+    some.step()
+    o.step()
+    o.zero_grad()
+
+
+def one_only_looked_at(m: Any, o: Optimizer, losses: Losses) -> None:
+    o.zero_grad()
+    losses[0]()
+    o.zero_grad()
+    losses[1]().backward()
+    o.step()
+
+
 def of_a_sum(m: Any, o: Optimizer, losses: Losses) -> None:
     sum((loss() for loss in losses), torch.zeros(())).backward()
     o.step()
@@ -98,7 +122,8 @@ LOOPS: Mapping[str, Loop] = {
     loop.__name__: loop
     for loop in (
         *(zeroed_between, of_a_mean, of_a_mean_of_other_weights, anew, of_a_sum),
-        *(with_a_term, by_a_disabled_scaler, clipped),
+        *(with_a_term, by_a_disabled_scaler, clipped, zeroed_in_part),
+        one_only_looked_at,
     )
 }
 
@@ -215,6 +240,21 @@ def test_a_backward_that_cannot_be_what_it_is_of_is_refused(step: Step) -> None:
         optimizer.zero_grad(set_to_none=False)
         (loss / 2).backward()
 
+    def of_what_is_zeroed() -> None:
+        loss = step(**batch)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+
+    def with_a_term_that_came_first() -> None:
+        loss = step(**batch)
+        optimizer.zero_grad()
+        (loss + sum(p.square().sum() for p in step.parameters())).backward()
+
+    def beside_one_without_backward() -> None:
+        step(**batch)
+        step(**batch).backward()
+        optimizer.step()
+
     def after_a_change() -> None:
         loss = step(**batch)
         for p in step.parameters():
@@ -227,6 +267,9 @@ def test_a_backward_that_cannot_be_what_it_is_of_is_refused(step: Step) -> None:
         (after_an_update, "an optimizer has used"),
         (after_zeros, "written to since"),
         (after_a_change, "written to since"),
+        (of_what_is_zeroed, "zeroed in place since"),
+        (with_a_term_that_came_first, "replaced since"),
+        (beside_one_without_backward, "had no backward"),
     ):
         step.zero_grad()
         with pytest.raises(AutoparError, match=why):

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from losses_of_rows import of_all
 from models import Case
+from models_of_rows import case as experts
+from models_of_rows import in_place
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -70,6 +73,23 @@ def test_a_loop_that_validates_stays_as_it_is() -> None:
             optimizer.zero_grad()
             m.load_state_dict(state)
     assert got == pytest.approx(want)
+
+
+def test_parameters_come_in_the_order_of_the_model() -> None:
+    """Also those of experts, which ranks hold stacked: a loop may pair them."""
+    model = experts(of_all, in_place).model.double()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for p in model.parameters():
+        optimizer.state[p]["momentum_buffer"] = p.detach().clone()
+    step = autopar.compile(
+        model, "", example_inputs=experts(of_all, in_place).batch, prove=False
+    )
+    assert step.program.joined
+    pairs = zip(model.named_parameters(), step.named_parameters(), strict=True)
+    assert all(a == b and p.equal(q) for (a, p), (b, q) in pairs)
+    other = SGD(step.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    assert all(p.equal(own["momentum_buffer"]) for p, own in other.state.items())
 
 
 def test_a_step_in_another_mode_is_refused() -> None:

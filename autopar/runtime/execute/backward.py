@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from weakref import ref
 
 import torch
@@ -34,12 +35,18 @@ class Backward:
 
     They are those of the loss as it is. Called on a multiple of it, as loops that
     accumulate have it, they become as many times that; and they come back, where loops
-    zero what was there before between forward and backward.
+    zero what was there before between forward and backward. last: of the step before.
     """
 
-    def __init__(self, executor: Executor, host: Host | None, updates: Updates) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        host: Host | None,
+        updates: Updates,
+        last: Backward | None,
+    ) -> None:
         self._executor, self._updates = ref(executor), ref(updates)
-        self._host = host
+        self._host, self._step = host, executor.steps
         self._ended = ""
         # Of each parameter, its gradient as it is shown; none after an overflow.
         self._shown: Mapping[nn.Parameter, tuple[Tensor, int]] = {
@@ -49,6 +56,9 @@ class Backward:
         }
         # Whether an optimizer has found none of them.
         self.is_lost = False
+        alone = last is None or executor.gradients.are_alone
+        self._sum: Sum = Sum() if last is None or alone else last._sum
+        self._sum.without.add(self._step)
 
     def end(self, why: str) -> None:
         """Leaves the gradients as they are from now on. why: backward is refused."""
@@ -62,6 +72,14 @@ class Backward:
         shown = [p for p in params if p in self._shown]
         self.is_lost |= bool(shown) and all(p.grad is None for p in shown)
         self.end(UPDATED)
+        if self._sum.called and self._sum.without:
+            raise AutoparError(
+                "an optimizer uses gradients of steps whose losses had backward(), and "
+                "added to these are those of one whose loss had no backward()",
+                fix="call backward() on the loss of each step, or of none; a loss that "
+                "is looked at alone is step.evaluate(**batch), or what step.eval() and "
+                "torch.no_grad() are around",
+            )
 
     @torch.no_grad()
     def __call__(self, factor: Tensor | None) -> None:
@@ -69,6 +87,8 @@ class Backward:
         executor, updates = self._executor(), self._updates()
         if executor is None or updates is None:
             return
+        self._sum.called = True
+        self._sum.without.discard(self._step)
         if factor is not None and factor.device.type == "cpu" and factor == 1:
             factor = None  # a GPU would be waited for
         if self._ended:
@@ -79,24 +99,45 @@ class Backward:
                 fix="call it once, before the next step and the update; of a mean over "
                 "several steps for each of them: (loss / n).backward()",
             )
-        cleared = bool(self._shown) and all(p.grad is None for p in self._shown)
+        names = {id(p): name for name, p in updates.parameters.items()}
+        cleared = {names[id(p)] for p in self._shown if p.grad is None}
+        self._check_untouched(factor)
         if factor is not None or cleared:
-            if not cleared:
-                self._check_untouched()
             executor.gradients.multiply(factor, cleared)
             if self._host is not None:
                 self._host.download()
             updates.show()
         self.end(CALLED)
 
-    def _check_untouched(self) -> None:
-        """Raises AutoparError where others have written into the gradients."""
-        for p, (grad, version) in self._shown.items():
-            if p.grad is not grad or grad._version != version:
-                raise AutoparError(
-                    "backward of a multiple of a step's loss, but gradients were "
-                    "written to since the step",
-                    fix="call loss.backward() right after the step; a term with a "
-                    "gradient of its own has a backward of its own, after it; and "
-                    "gradients are set to None, or zeroed before the step",
-                )
+    def _check_untouched(self, factor: Tensor | None) -> None:
+        """Raises AutoparError where others have written into the gradients, so that no
+        multiple of them is there; or zeroed or replaced them, so that none are."""
+        held = [(p.grad, of) for p, of in self._shown.items() if p.grad is not None]
+        replaced = any(grad is not shown for grad, (shown, _) in held)
+        written = [grad for grad, (_, before) in held if grad._version != before]
+        if factor is not None and (replaced or written):
+            raise AutoparError(
+                "backward of a multiple of a step's loss, but gradients were written "
+                "to since the step",
+                fix="call loss.backward() right after the step; a term with a "
+                "gradient of its own has a backward of its own, after it; and "
+                "gradients are set to None, or zeroed before the step",
+            )
+        zeroed = written and not any(g.as_subclass(Tensor).any() for g in written)
+        if replaced or zeroed:
+            raise AutoparError(
+                "backward of a step's loss, but its gradients, which were there after "
+                f"the step, were {'replaced' if replaced else 'zeroed in place'} since",
+                fix="zero gradients before the step, or set them to None, as "
+                "optimizer.zero_grad() does, right before loss.backward(); a term with "
+                "a gradient of its own has a backward of its own, after it",
+            )
+
+
+@dataclass
+class Sum:
+    """Steps whose gradients are added up: the numbers of those whose losses had no
+    backward, and whether that of one had."""
+
+    without: set[int] = field(default_factory=set)
+    called: bool = False

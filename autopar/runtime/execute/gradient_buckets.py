@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -241,17 +241,27 @@ class Gradients:
         self._added, self._before = self._before, {}
         self._show(overflowed)
 
-    def multiply(self, factor: Tensor | None, alone: bool) -> None:
+    @property
+    def are_alone(self) -> bool:
+        """Whether those of the last step were added to none."""
+        return all(old is None for old in self._added.values())
+
+    def multiply(self, factor: Tensor | None, cleared: Set[str]) -> None:
         """Makes of the gradients that the last step has added a multiple of them, until
-        `keep` is called. factor: [], None for 1. alone: without those before."""
+        `keep` is called. factor: [], None for 1. cleared: names of those that have not
+        what was there before any more."""
         for i, old in self._added.items():
-            flat = self.buckets[i].flat
+            bucket = self.buckets[i]
             if old is not None:
-                flat.sub_(old)
+                bucket.flat.sub_(old)
             if factor is not None:
-                flat.mul_(factor)
-            if old is not None and not alone:
-                flat.add_(old)
+                bucket.flat.mul_(factor)
+            if old is not None:
+                for name in cleared & {*bucket.names}:
+                    own = self.by_name[name]
+                    place = own.storage_offset() - bucket.flat.storage_offset()
+                    old[place : place + own.numel()].zero_()
+                bucket.flat.add_(old)
         self._show()
 
     def keep(self) -> None:
