@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .capture.mixed_precision import Lowering, Stream, low_dtype
+from .checkpointed import is_checkpoint
 from .cost import Seconds
 from .decode import decode, parse_json
 from .errors import AutoparError
@@ -212,6 +213,7 @@ class Plan:
     def policy(self, layer: str) -> str:
         """The recomputation policy of a layer; `none`, if nobody chose one."""
         usual = "none" if self.recompute == AUTO else self.recompute
+        usual = "full" if is_checkpoint(layer) else usual
         return self.recompute_layers.get(layer, usual)
 
     @property

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 PASSES = (
     "__init__", "errors", "ranges", "atoms", "digest", "nested", "replaced", "watch",
     "graph_text", "graph", "builder", "decode", "mesh", "ops", "cost", "layers",
-    "repeat_layers", "part", "rewrite", "traced", "capture", "dims", "schedule",
+    "checkpointed", "repeat_layers", "part", "rewrite", "traced", "capture", "dims",
+    "schedule",
     "recompute", "plan", "shard", "stage", "emit", "price", "search", "proof_record",
     "program", "proof", "read_program", "schedule_stages", "emit_modules", "assemble",
     "pipeline",

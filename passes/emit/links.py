@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from ..capture.lower_precision import CAST
 from ..emit.loop import Item
+from ..emit.spell import returns_list
 from ..graph import Node
 from ..ops.memory import is_in_place, may_alias
 from ..ops.op import is_method
@@ -40,7 +41,7 @@ def find_links(
         node = items[i]
         if not isinstance(node, Node) or len(node.outs) != 1 or not node.results:
             return 0
-        if not node.is_aten or is_in_place(node):
+        if not node.is_aten or is_in_place(node) or returns_list(node.op):
             return 0
         read = readers.get(node.out.name, [])
         if len(read) != 1 or node.out.name in keep:

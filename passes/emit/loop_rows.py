@@ -264,8 +264,8 @@ class _Body:
         if key not in self.carried:
             d = "d_" if source.name.startswith("d_") else ""
             called = f"{d}x" if first else source.name.partition("@")[0]
-            name = f"{called}@{self.tag}{len(self.carried)}"
-            self.carried[key] = Carried(replace(source, name=name), first, source)
+            inside = replace(source, name=self.unused(called))
+            self.carried[key] = Carried(inside, first, source)
         return self.carried[key].value
 
     def outside(self, times: tuple[int, ...], column: Sequence[Value]) -> Value:
@@ -278,9 +278,13 @@ class _Body:
             raise _Unfit  # these alone are read by the number of an iteration
         names = (times, *(v.name for v in column))
         if names not in self.scanned:
-            own = replace(first, name=f"{first.name}@{self.tag}{len(self.scanned)}")
+            own = replace(first, name=self.unused(first.name))
             self.scanned[names] = Scanned(own, tuple(column), times)
         return self.scanned[names].value
+
+    def unused(self, called: str) -> str:
+        """A name in the body of what is carried or given."""
+        return f"{called}@{self.tag}{len(self.carried) + len(self.scanned)}"
 
 
 def inner(v: Value) -> Value:

@@ -53,7 +53,7 @@ def targets(node: Node, name: Names) -> str:
         return ""
     outs = ["_" if v is None else name(v) for v in node.outs]
     left = ", ".join(outs)
-    unpacked = node.op == "comm.wait" or (node.is_aten and _returns_list(node.op))
+    unpacked = node.op == "comm.wait" or (node.is_aten and returns_list(node.op))
     return f"[{left}]" if unpacked else left
 
 
@@ -96,7 +96,7 @@ def as_tuple(items: Iterable[str]) -> str:
 
 
 @cache
-def _returns_list(op: str) -> bool:
+def returns_list(op: str) -> bool:
     """Whether a call returns a list, which is unpacked even if it has one tensor."""
     returns = resolve(op)._schema.returns
     return [str(one.type) for one in returns] == ["List[Tensor]"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from ..checkpointed import is_checkpoint
 from ..cost import NodeCosts, Seconds
 from ..dims.origins import Origin
 from ..errors import StageError
@@ -115,8 +116,10 @@ class Chain:
         return 2 * beside <= main.bytes or self._is_border(position)
 
     def _is_border(self, position: int) -> bool:
+        """Whether layers meet here: of the model, as parts of one loss need not be on
+        several stages."""
         here, before = (self.nodes[i].location.layer for i in (position, position - 1))
-        return here != before
+        return here != before and not any(map(is_checkpoint, (here, before)))
 
     def begins(self, position: int, layer: str) -> bool:
         """Whether a layer, by its module path, begins here."""

@@ -159,6 +159,22 @@ def test_what_is_carried_and_kept_by_a_key_is_there_under_it(kept) -> None:
     assert torch.equal(out, -x) and not b
 
 
+def test_what_is_carried_and_what_is_given_may_have_one_name() -> None:
+    """As both come into a stage."""
+    names = ["x", "x_1", "x_2", "x_3"]
+    text = "".join(f"input %{name} f32[2,3]\n" for name in names)
+    text += "input %sum_0 f32[2,3]\nparam %w f32[2,3]"
+    for i, name in enumerate(names):
+        text += f"""
+    f32[2,3] %y_{i} = mul.Tensor(%{name}, %w)  # m.py  blocks.+{i}
+    f32[2,3] %sum_{i + 1} = add.Tensor(%y_{i}, %sum_{i})  # m.py  blocks.+{i}
+"""
+    (loop,) = find_loops(nodes_of(text))
+    assert isinstance(loop, Loop) and loop.carried and loop.scanned
+    inside = [one.value.name for one in (*loop.carried, *loop.scanned)]
+    assert len({*inside}) == len(inside)
+
+
 def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
     """Written into the next view alone it would be gone before the loop begins."""
     layers = "".join(layer(i, f"x_{i}", f"x_{i + 1}") for i in range(4))
@@ -222,6 +238,17 @@ def test_casts_and_views_of_one_tensor_are_one_statement() -> None:
         "less = torch.neg(half.reshape([3, 2]))",
         "out = less.to(torch.float32)",
     ]
+
+
+def test_a_list_of_one_tensor_is_a_statement() -> None:
+    text = """
+    input %x f32[2,4]
+    f32[2,4] %y = chunk(%x, 1, 1)
+    f32[8] %z = reshape(%y, [8])
+    return %z
+    """
+    lines = statements(Graph.parse(text))
+    assert any("[y] = " in line for line in lines)
 
 
 def test_what_is_dead_is_let_go_of_where_the_peak_would_be_higher() -> None:

@@ -14,14 +14,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...builder import Builder
+from ...checkpointed import in_checkpoint
 from ...errors import CaptureError
-from ...graph import Location, Node, Value, map_values, values_in
+from ...graph import Location, Node, Value, layer_of, map_values, values_in
 from ...ops.arguments import arguments, call
 from ..exported.inline_vmap import plain_region, regions
 from ..exported.other_names import usual_op
 from ..forward.guards import MARK
 from ..forward.own_collectives import collective, is_collective
-from ..forward.user_frames import is_written
+from ..forward.user_frames import IN_CHECKPOINT, is_written
 from ..forward.values_read import UNKNOWN, Read, Unknown, refuse_unknown
 from ..rows.choose_rows import ChosenRows
 
@@ -48,6 +49,7 @@ class ExportReader:
         self.detached = False  # whether it reads a region without gradients
         self.place = ""  # the source line of what it reads
         self.wheres: dict[tuple[str, str], Location] = {}
+        self.checkpoints: dict[int, int] = {}  # the number of each, by when it ran
         self.memory: dict[str, int] = {}  # value -> where it lies
         self.rows = ChosenRows(self.builder)
         self.asked: list[Value] = []  # see `passes.capture.forward.guards`
@@ -253,11 +255,16 @@ class ExportReader:
             )
 
     def where(self, node: fx.Node) -> Location:
-        """The module and the line of the user's source that a node comes from."""
+        """The module and the line of the user's source that a node comes from; what a
+        checkpoint outside of layers runs is a module by itself."""
         stack = node.meta.get("nn_module_stack") or {}
         path = list(stack.values())[-1][0] if stack else ""
         module = path.removeprefix("model").removeprefix(".")
         frames = FRAME.findall(node.meta.get("stack_trace") or "")
+        checkpoints = [int(line) for file, line in frames if file == IN_CHECKPOINT]
+        if checkpoints and not layer_of(module):
+            number = self.checkpoints.setdefault(checkpoints[0], len(self.checkpoints))
+            module = in_checkpoint(number, module)
         outside = [f for f in frames if is_written(f[0])]
         # Our own wrapper is the outermost frame of every node.
         file, line = outside[-1] if len(outside) > 1 else ("", "")

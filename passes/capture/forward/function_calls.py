@@ -6,6 +6,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,10 +28,14 @@ AROUND = (
 
 Users = Callable[[Apply, tuple[Any, ...], Mapping[str, Any]], Any]
 
+# Of the outermost checkpoint that is running: each has another one.
+checkpoint_number: ContextVar[int | None] = ContextVar("checkpoint", default=None)
+_numbers = count()
+
 
 @contextmanager
 def through_checkpoints(users: Users | None = None) -> Iterator[None]:
-    """Runs the function of each activation checkpoint itself.
+    """Runs the function of each activation checkpoint itself, which has a number then.
 
     What is recomputed is decided elsewhere, and a derivative within forward would run
     parts of a checkpoint among the rest. users: what to call instead of a user's
@@ -42,7 +48,8 @@ def through_checkpoints(users: Users | None = None) -> Iterator[None]:
     def apply(cls: Apply, *args: Any, **kwargs: Any) -> Any:
         if (cls.__module__, cls.__name__) == CHECKPOINT:
             run, _, *operands = args
-            return run(*operands)
+            with _numbered():
+                return run(*operands)
         if users is None or _is_torchs(cls):
             return super(beneath, cls).apply(*args, **kwargs)
         if not isinstance(own, classmethod) and has_setup(cls):
@@ -52,7 +59,7 @@ def through_checkpoints(users: Users | None = None) -> Iterator[None]:
         return users(cls, args, kwargs)
 
     instead: list[tuple[Any, str, Any]] = [
-        (torch.utils.checkpoint, name, _nothing_around)
+        (torch.utils.checkpoint, name, _around)
         for name in AROUND
         if hasattr(torch.utils.checkpoint, name)
     ]
@@ -70,8 +77,22 @@ def through_checkpoints(users: Users | None = None) -> Iterator[None]:
         yield
 
 
-def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
-    yield
+@contextmanager
+def _numbered() -> Iterator[None]:
+    """Numbers what runs within, unless it is part of another checkpoint."""
+    if checkpoint_number.get() is not None:
+        yield
+        return
+    outside = checkpoint_number.set(next(_numbers))
+    try:
+        yield
+    finally:
+        checkpoint_number.reset(outside)
+
+
+def _around(*_: Any, **__: Any) -> Iterator[None]:
+    with _numbered():
+        yield
 
 
 def _called_by_name(users: Users | None) -> Callable[[Any], None]:

@@ -25,7 +25,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._traceback import CapturedTraceback
 
 from ...replaced import replaced
-from ..forward.user_frames import TORCH, is_users
+from ..forward.function_calls import checkpoint_number
+from ..forward.user_frames import IN_CHECKPOINT, TORCH, is_users
 
 FORWARD = "forward"
 PYTHON = os.path.dirname(inspect.__file__) + os.sep
@@ -34,7 +35,8 @@ EXPORT = torch.export.export.__code__  # below it are no frames of a model
 
 
 class UserFrames(CapturedTraceback):
-    """Knows the frames outside of torch, without their texts."""
+    """Knows the frames outside of torch, without their texts; around them is one of the
+    checkpoint that is running, whose line is its number."""
 
     @staticmethod
     def extract(**_: Any) -> UserFrames:
@@ -58,6 +60,8 @@ class UserFrames(CapturedTraceback):
             if is_users(file) and _belongs(file, kept[0].filename):
                 kept.insert(0, _line_of(frame))
                 break
+        if (number := checkpoint_number.get()) is not None:
+            kept.append(_line(IN_CHECKPOINT, number))
         return StackSummary.from_list(kept[::-1])
 
 

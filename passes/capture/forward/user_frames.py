@@ -21,6 +21,7 @@ OURS = os.path.abspath(os.path.join(__file__, *[".."] * 4)) + os.sep
 WRAPS = typing_extensions.__file__
 # Methods of tensors that Python has, and what hands calls of them to modes.
 HANDS_ON = (OURS, f"{TORCH}_tensor.py", f"{TORCH}overrides.py")
+IN_CHECKPOINT = "<checkpoint>"  # a file that is none: its line is a checkpoint's number
 # Of what is typed in, by a shell of Python, of IPython, or `python -c`; all else that
 # is in brackets is made by programs.
 TYPED = ("<stdin>", "<string>", "<console>", "<python-input", "<ipython-input")
