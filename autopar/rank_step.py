@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from types import MappingProxyType
 from typing import Any, overload
 from weakref import ref
@@ -94,10 +95,10 @@ class RankStep(ModuleCalls, HeldState):
         self._updates = Updates(program, parameters, grads, originals, comm.coords)
         here = ref(self)
 
-        def clip(max_norm: float) -> Tensor | None:
-            return None if (step := here()) is None else step.clip_grad_norm_(max_norm)
+        def norm() -> Tensor | None:
+            return None if (step := here()) is None else step.clip_grad_norm_(inf)
 
-        self._updates.clip = clip
+        self._updates.norm = norm
         if model is not None:
             self._originals = Originals(model, program, comm.coords)
             watch_reads(model, self._originals, self._updates)

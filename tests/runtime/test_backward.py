@@ -61,6 +61,19 @@ def anew(m: Any, o: Optimizer, losses: Losses) -> None:
     o.step()
 
 
+def clipped_in_two_parts(m: Any, o: Optimizer, losses: Losses) -> None:
+    """By a norm that the loop keeps."""
+    losses[0]().backward()
+    grads = (p.grad for p in m.parameters() if p.grad is not None)
+    norm = torch.nn.utils.get_total_norm(grads, error_if_nonfinite=True)
+    torch.nn.utils.clip_grads_with_norm_(m.parameters(), 0.1, norm)
+    torch.nn.utils.clip_grad_norm_(m.parameters(), 0.07, error_if_nonfinite=True)
+    for group in o.param_groups:
+        group["lr"] = 0.1 * float(norm)
+    o.step()
+    o.zero_grad()
+
+
 def zeroed_in_part(m: Any, o: Optimizer, losses: Losses) -> None:
     """An optimizer of some parameters zeroes theirs, between forward and backward."""
     _, *others = m.parameters()
@@ -123,7 +136,7 @@ LOOPS: Mapping[str, Loop] = {
     for loop in (
         *(zeroed_between, of_a_mean, of_a_mean_of_other_weights, anew, of_a_sum),
         *(with_a_term, by_a_disabled_scaler, clipped, zeroed_in_part),
-        one_only_looked_at,
+        *(one_only_looked_at, clipped_in_two_parts),
     )
 }
 

@@ -86,8 +86,8 @@ class Updates:
         # During an update: a parameter, its plain gradient, and the one that is shown.
         self._aside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._overflowed = False
-        # Clips the gradients of all ranks together, by a norm, and returns theirs.
-        self.clip: Callable[[float], Tensor | None] = lambda max_norm: None
+        # Returns the norm of the gradients of all ranks together.
+        self.norm: Callable[[], Tensor | None] = lambda: None
         # Is called with the parameters that an optimizer updates.
         self.on_update: Callable[[list[Tensor]], None] = lambda params: None
         # During an update that is left out: a group, and what was in it.
@@ -188,13 +188,16 @@ class Updates:
         known, name = self._originals.get(id(p), (None, ""))
         return name if known is not None and known.tensor() is p else None
 
-    def clip_all(self, params: list[Tensor], max_norm: float) -> Tensor | None:
-        """Clips gradients by the norm of all ranks' parts, where these are all that are
+    def norm_of_all(self, grads: list[Tensor]) -> Tensor | None:
+        """The norm of all ranks' parts, if these are the gradients of all that is
         trained, of which ranks have parts; None: they are not."""
-        trained = {id(p) for p in self.parameters.values() if p.requires_grad}
-        if not self.partial or not trained <= {*map(id, params)} <= self._names.keys():
+        if not self.partial:
             return None
-        return self.clip(max_norm)
+        held = [p for p in self.parameters.values() if p.grad is not None]
+        trained = {id(p.grad) for p in held if p.requires_grad}
+        if not trained <= {*map(id, grads)} <= {id(p.grad) for p in held}:
+            return None
+        return self.norm()
 
     # --- what is refused -----------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Functions of torch that are given a model of which a step has a copy: it has nothing
-to clip, and weights that nobody trains; or a step's parameters, whose gradients are
-clipped by the norm of all ranks' parts."""
+to clip, and weights that nobody trains; or a step's gradients, whose norm is that of
+all ranks' parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Watcher(Protocol):
 
     def check_averaged(self, params: list[Tensor]) -> None: ...
 
-    def clip_all(self, params: list[Tensor], max_norm: float) -> Tensor | None: ...
+    def norm_of_all(self, grads: list[Tensor]) -> Tensor | None: ...
 
 
 WATCHING: WeakSet[Any] = WeakSet()
@@ -36,30 +36,31 @@ def watch_functions(watcher: Watcher) -> None:
 @cache
 def _put_in_place() -> None:
     """Replaces the functions by watched ones, as they have no hooks."""
-    of_all = torch.nn.utils.clip_grad_norm_
+    of_these = torch.nn.utils.get_total_norm
 
-    def by_norm(
-        parameters: list[Tensor],
-        max_norm: float,
+    @wraps(of_these)
+    def of_all(
+        tensors: Tensor | Iterable[Tensor],
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        for watcher in [*WATCHING] if norm_type == 2 and not error_if_nonfinite else ():
-            if (norm := watcher.clip_all(parameters, max_norm)) is not None:
+        grads = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        for watcher in [*WATCHING] if norm_type == 2 else ():
+            if (norm := watcher.norm_of_all(grads)) is not None:
+                if error_if_nonfinite:
+                    of_these([norm], error_if_nonfinite=True)
                 return norm
-        options = norm_type, error_if_nonfinite, foreach
-        return of_all(parameters, max_norm, *options)
+        return of_these(grads, norm_type, error_if_nonfinite, foreach)
 
-    for name, clip, fix in (
-        ("clip_grad_norm_", by_norm, "step.clip_grad_norm_(max_norm)"),
-        (
-            "clip_grad_value_",
-            torch.nn.utils.clip_grad_value_,
-            "clip_grad_value_(step.parameters(), value)",
-        ),
+    # By the name that users know, and by that under which clip_grad_norm_ calls it.
+    torch.nn.utils.get_total_norm = of_all
+    setattr(torch.nn.utils.clip_grad, of_these.__name__, of_all)
+    for name, fix in (
+        ("clip_grad_norm_", "step.clip_grad_norm_(max_norm)"),
+        ("clip_grad_value_", "clip_grad_value_(step.parameters(), value)"),
     ):
-        watched = _watched(getattr(torch.nn.utils, name), clip, fix)
+        watched = _watched(getattr(torch.nn.utils, name), fix)
         setattr(torch.nn.utils, name, watched)
         setattr(torch.nn.utils.clip_grad, name, watched)
     update = AveragedModel.update_parameters
@@ -73,17 +74,15 @@ def _put_in_place() -> None:
     setattr(AveragedModel, update.__name__, checked)
 
 
-def _watched(
-    plain: Callable[..., Any], clip: Callable[..., Any], fix: str
-) -> Callable[..., Any]:
-    @wraps(plain)
+def _watched(clip: Callable[..., Any], fix: str) -> Callable[..., Any]:
+    @wraps(clip)
     def checked(
         parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
         one = isinstance(parameters, Tensor)
         params = [parameters] if one else [*parameters]
         for watcher in [*WATCHING]:
-            watcher.check_originals(f"{plain.__name__} was given", params, fix)
+            watcher.check_originals(f"{clip.__name__} was given", params, fix)
         return clip(params, *args, **kwargs)
 
     return checked
