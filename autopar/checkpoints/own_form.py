@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def held_by_modules(model: nn.Module) -> dict[str, Tensor]:
 
 def own_state(model: nn.Module) -> dict[str, Any]:
     """A model's state dict; the very tensors that its modules hold, if it can."""
-    if type(model).state_dict is nn.Module.state_dict:
+    if unwrap(type(model).state_dict) is nn.Module.state_dict:
         return dict(model.state_dict(keep_vars=True))
     return dict(model.state_dict())
 

@@ -17,6 +17,7 @@ from processes import run_ranks
 from torch import Tensor, nn
 
 import autopar
+from autopar.checkpoints.own_form import own_state
 from autopar.step import Step
 
 X = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
@@ -195,6 +196,8 @@ def test_a_model_is_as_it_was_and_kept_by_nobody(told) -> None:
 def test_others_of_its_class_are_compiled_as_before(told) -> None:
     trained()
     other = Net()
+    state = own_state(other)
+    assert state["first.weight"] is other.first.weight
     exported = torch.export.export(other, (X["x"],), strict=True).module()
     compiled = torch.compile(other, backend="eager", fullgraph=True)
     for one in (exported, compiled, copy.deepcopy(other)):
