@@ -129,6 +129,16 @@ class Options(TypedDict, total=False):
             default="elementwise with --backend inductor, or auto on a GPU; else none",
         ),
     ]
+    loss_chunks: Annotated[
+        int,
+        Option(
+            "compute the logits and the loss of some positions after those of others, "
+            "in so many chunks, and again in the backward: so never are all logits "
+            "there, of which large vocabularies and long sequences have many",
+            OF_ALL,
+            metavar="N",
+        ),
+    ]
     memory: Annotated[
         int | str,
         Option(

@@ -91,7 +91,7 @@ def lower(
     traced = lower_precision(traced, tables=bool(plan.parameter_axes))
     if traced.autocast:
         watch("lower_precision", traced)
-    normal = with_results(normalize(traced))
+    normal = with_results(normalize(traced, plan.loss_chunks))
     watch("normalize", normal)
     named = name_dims(normal)
     watch("name_dims", named)

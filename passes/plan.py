@@ -109,7 +109,9 @@ class Plan:
     there (`transformer.h.6`); empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`; "auto": of
     each layer what fits into memory, see `passes.search.choose_recompute`.
-    recompute_layers: layer -> the same, where it differs. memory: bytes that a rank may
+    recompute_layers: layer -> the same, where it differs. loss_chunks: of how many
+    chunks of positions the loss is the sum, whose logits are made again, see
+    `passes.capture.normalize.chunk_loss`. memory: bytes that a rank may
     use, 0 for no limit.
     zero: what data parallel ranks share out, 0 to 3, see
     `passes.shard.parameter_sharding`.
@@ -138,13 +140,20 @@ class Plan:
     zigzag: tuple[str, ...] = ()
     offload: bool = False
     recompute_layers: Mapping[str, str] = field(default_factory=dict)
+    loss_chunks: int = 1
     memory: int = 0
     precision: str = "model"
     tf32: bool = False
     backend: str = AUTO
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "stages_per_rank", "zero", "memory"):
+        for name in (
+            "microbatches",
+            "stages_per_rank",
+            "zero",
+            "loss_chunks",
+            "memory",
+        ):
             check_range(name, getattr(self, name), PlanError)
         if self.schedule not in (*SCHEDULES, AUTO):
             raise PlanError(

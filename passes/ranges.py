@@ -54,6 +54,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "microbatches": Range(1, 1 << 16),
         "stages_per_rank": Range(1, 1 << 10),
         "zero": Range(0, 3),
+        "loss_chunks": Range(1, 1 << 16),
         "memory": Range(0, 1 << 60),  # bytes
         # of batches
         "global_batch": Range(1, 1 << 24),

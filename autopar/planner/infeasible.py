@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.machine.hardware import DEVICES, make_cluster
 from autopar.passes.mesh import Mesh
-from autopar.passes.plan import NARROW, PlanError
+from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.price_layers import Prices
@@ -35,24 +35,24 @@ class NothingToChoose(PlanError):
 def infeasible(
     plans: Ranking,
     prices: Prices,
-    narrow: Prices | None,
+    lighter: Mapping[str, Prices],
     space: Space,
     wishes: Mapping[str, object],
     space_of: Callable[[Cluster, Mapping[str, object]], Space],
 ) -> Infeasible:
     """How much too large the most frugal plan is, what binds, and a way out.
 
-    narrow: prices with what layers add to in bfloat16, if that would be less. wishes:
-    fields of the space that were decided. space_of: makes a space of a cluster and
-    wishes.
+    lighter: option that may take less memory, as it is written -> prices with it.
+    wishes: fields of the space that were decided. space_of: makes a space of a cluster
+    and wishes.
     """
     nearest, cluster = plans.nearest, space.cluster
     assert nearest is not None, "candidates were tried"
     terms = max(nearest.memory, key=lambda terms: sum(terms.values()))
     term = max(terms, key=lambda name: terms[name])
     peak, limit = nearest.peak, cluster.device.memory
-    fits = frugal(space, narrow) if narrow else None
-    ways = [f'use precision "{NARROW}": {_told(fits)}'] if fits else []
+    fits = {option: frugal(space, those) for option, those in lighter.items()}
+    ways = [f"use {option}: {_told(e)}" for option, e in fits.items() if e]
     ways.append(_way_out(peak, cluster, prices, wishes, space_of))
     shown = ", ".join(f"{gigabytes(v)} {k}" for k, v in terms.items() if v)
     return Infeasible(

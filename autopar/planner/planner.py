@@ -7,6 +7,7 @@ time and memory do not grow with its depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate
@@ -22,6 +23,7 @@ from autopar.gc_paused import gc_paused
 from autopar.models.batches import with_samples
 from autopar.options import make_plan
 from autopar.passes.capture.lower_precision import lower_precision
+from autopar.passes.capture.normalize.chunk_loss import NotInChunks
 from autopar.passes.capture.normalize.normalize import normalize
 from autopar.passes.dims.name_dims import Named, name_dims
 from autopar.passes.errors import LossNotSeparable, StageError
@@ -53,6 +55,7 @@ from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
 UNSETTLED = 64  # prices of layers at a time
+CHUNKS = 8  # of a loss, if a plan fits with them alone
 FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes; of ep, all tried
 
 
@@ -93,6 +96,14 @@ class ShortModel:
         if self.again is None or self.options.get("precision") != "bf16":
             return None
         return self.again(precision=NARROW) if self.in_float32 else None
+
+    @property
+    def in_chunks(self) -> ShortModel | None:
+        """The same with a loss by chunks, if it is not by chunks and can be."""
+        if self.again is not None and self.options.get("loss_chunks", 1) == 1:
+            with suppress(NotInChunks):
+                return self.again(loss_chunks=CHUNKS)
+        return None
 
     @property
     def has_attention_scores(self) -> bool:
@@ -140,12 +151,15 @@ def capture_short(
     few: with a few of its layers, where these stand for all. options: see `ShortModel`.
     Raises: CaptureError, PlanError.
     """
-    precision = make_plan("", **options).lowering
-    call = model, batch, loss_fn, precision
+    plan = make_plan("", **options)
+    call = model, batch, loss_fn, plan.lowering
+
+    def named_of(traced: Traced) -> Named:
+        return name_dims(normalize(traced, plan.loss_chunks))
 
     def capture() -> tuple[Traced, Named]:
         traced = capture_model(*call)
-        return traced, name_dims(normalize(lower_precision(traced)))
+        return traced, named_of(lower_precision(traced))
 
     def if_cut(layers: Layers) -> tuple[Traced, Named] | None:
         """Captures the model with few layers; None if it cannot be cut between them."""
@@ -163,7 +177,7 @@ def capture_short(
     traced, named = short
     shared = named
     if traced.autocast:
-        shared = name_dims(normalize(lower_precision(traced, tables=True)))
+        shared = named_of(lower_precision(traced, tables=True))
     samples = max(v.shape[0] for v in named.graph.inputs if v.shape)
 
     @cache
@@ -285,8 +299,12 @@ def find_plans(
     if not plans.tried:
         raise nothing_to_choose(space)
     if not plans.best:
-        narrow = make_prices(of.narrow, cluster) if of.narrow else None
-        raise infeasible(plans, prices, narrow, space, wishes, space_of)
+        others = {
+            f'precision "{NARROW}"': of.narrow,
+            f"loss_chunks={CHUNKS}": of.in_chunks,
+        }
+        lighter = {k: make_prices(own, cluster) for k, own in others.items() if own}
+        raise infeasible(plans, prices, lighter, space, wishes, space_of)
     return plans
 
 

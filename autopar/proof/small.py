@@ -126,7 +126,8 @@ def _shrink(
     """(ranks of each axis, what made the graph small, the small one). Extents that an
     op has by its arguments, as a Fourier transform has, stay as they are. Raises
     NotShrunk."""
-    apart = find_extents(captured, sharded.named.dims, find_splits(sharded))
+    of = sharded.named.dims, find_splits(sharded), plan.loss_chunks
+    apart = find_extents(captured, *of)
     united, problem = apart.united, None
     for extents, orders in (
         (united, WHERE_POSSIBLE),
@@ -213,4 +214,5 @@ def _stages(plan: Plan, few: ChosenLayers) -> dict[str, int]:
 def _propagated(traced: Traced, plan: Plan) -> Sharded:
     """How all that ranks have is split, and the pieces of weights."""
     lowered = lower_precision(traced, tables=bool(plan.parameter_axes))
-    return cut_weights(propagate(name_dims(normalize(lowered)), plan))
+    named = name_dims(normalize(lowered, plan.loss_chunks))
+    return cut_weights(propagate(named, plan))

@@ -81,6 +81,7 @@ def stage_table(program: Program) -> Table:
             "time: estimated, one microbatch forward and backward; the slowest stage "
             f"is {uneven:.1%} above the average.",
             *_precision(program),
+            *_chunks(program),
             f"backend {program.plan.backend}: {BACKEND[program.plan.backend]}.",
         ),
     )
@@ -90,6 +91,13 @@ def _layout(program: Program) -> str:
     """How rows lie, if not one after the other."""
     axes = program.plan.zigzag
     return f", rows of {' and '.join(axes)} in zigzag" if axes else ""
+
+
+def _chunks(program: Program) -> tuple[str, ...]:
+    """Tells by how many chunks the loss is computed, if by several."""
+    chunks = program.plan.loss_chunks
+    told = f"loss_chunks: logits are there for one of {chunks} chunks of positions."
+    return (told,) if chunks > 1 else ()
 
 
 def _precision(program: Program) -> tuple[str, ...]:
@@ -297,6 +305,7 @@ def report_data(program: Program, cluster: Cluster | None = None) -> dict[str, A
         "backend": program.plan.backend,
         "op_shardings": {a: dict(own) for a, own in program.plan.op_shardings.items()},
         "shares": [asdict(share) for share in shares(program)],
+        "loss_chunks": program.plan.loss_chunks,
         "precision": program.plan.precision,
         "tf32": program.plan.tf32,
         "parameters": [_parameter_data(n, p) for n, p in program.tensors.items()],

@@ -50,7 +50,15 @@ def precision_notes(
 
 
 def layers_notes(of: ShortModel, cluster: Cluster) -> tuple[str, ...]:
-    """Notes, for several devices, that no pipelines were among the candidates."""
+    """Notes by how many chunks the loss is computed; and for several devices, that no
+    pipelines were among the candidates."""
+    if (chunks := of.options.get("loss_chunks", 1)) > 1:
+        told = (f"logits are there for one of {chunks} chunks of positions",)
+        return (*told, *_no_pipelines(of, cluster))
+    return _no_pipelines(of, cluster)
+
+
+def _no_pipelines(of: ShortModel, cluster: Cluster) -> tuple[str, ...]:
     if of.layers is not None or cluster.devices == 1:
         return ()
     return (f"no pipelines were tried: {NO_LAYERS}; `compile --mesh pp=2` makes one",)

@@ -21,6 +21,7 @@ from ..capture.rows.choices import places_along
 from ..dims.name_dims import Dim, Dims, bind
 from ..dims.probe import probe_equation
 from ..graph import LAYER, Graph, Node, Value
+from ..mesh import balanced
 from ..ops.op import is_view, op_of
 from ..ops.parts import comb_of, part_of, steps_in
 from ..ops.reductions import dims_of, topmost
@@ -34,13 +35,15 @@ def find_extents(
     traced: Traced,
     dims: Mapping[str, Dims] | None = None,
     splits: Mapping[Dim, Collection[Split]] | None = None,
+    loss_chunks: int = 1,
 ) -> Extents:
     """Unite the extents of a captured graph that can only change together.
 
     dims: value name -> its named dims, if these are known; the values of that name that
     the graph has are the same. splits: of each of these dims the axes that split it.
+    loss_chunks: see `passes.capture.normalize.chunk_loss`.
     """
-    return _Search(traced.graph).run(dims or {}, splits or {})
+    return _Search(traced.graph).run(dims or {}, splits or {}, loss_chunks)
 
 
 class _Search:
@@ -56,7 +59,10 @@ class _Search:
         self.segments: dict[tuple[str, int], dict[int, list[list[int]]]] = {}
 
     def run(
-        self, named: Mapping[str, Dims], splits: Mapping[Dim, Collection[Split]]
+        self,
+        named: Mapping[str, Dims],
+        splits: Mapping[Dim, Collection[Split]],
+        loss_chunks: int,
     ) -> Extents:
         """Goes through the graph."""
         for v in self.graph.sources:
@@ -83,9 +89,24 @@ class _Search:
                 self.windows += [(number, dim) for dim, n in dims if number < n]
         for name, chunks in find_chunks(self.graph):
             positions = self.tensors[self.made[name].operands[0].name][1]
-            alike = {n: self.atoms.fresh(n) for n in chunks.sizes}
-            self.sum(positions, [(alike[n], n) for n in chunks.sizes])
+            self._add_parts(positions, chunks.sizes)
+        if loss_chunks > 1 and (of_loss := self._logits()) is not None:
+            positions = self.tensors[of_loss.name][1]
+            self._add_parts(positions, balanced(of_loss.shape[1], loss_chunks))
         return self._extents(named, splits)
+
+    def _logits(self) -> Value | None:
+        """The logits of which the loss is, if they are [samples, positions, logits]: of
+        the widest values the shortest."""
+        made = [v for n in self.graph.nodes for v in n.results if len(v.shape) == 3]
+        widest = max((v.shape[-1] for v in made), default=0)
+        own = [v for v in made if v.shape[-1] == widest]
+        return min(own, key=lambda v: v.shape[1], default=None)
+
+    def _add_parts(self, whole: list[int], sizes: Sequence[int]) -> None:
+        """Notes that an extent is a sum of others, of which equal ones stay so."""
+        alike = {n: self.atoms.fresh(n) for n in sizes}
+        self.sum(whole, [(alike[n], n) for n in sizes])
 
     def _declare(self, v: Value) -> None:
         self.tensors[v.name] = [self.atoms.fresh(n) for n in v.shape]

@@ -94,8 +94,8 @@ model = cache(lambda name: MODELS[name]())
 
 
 @cache
-def captured(name: str, precision: str) -> ShortModel:
-    return model(name).short(precision=precision)
+def captured(name: str, precision: str, loss_chunks: int = 1) -> ShortModel:
+    return model(name).short(precision=precision, loss_chunks=loss_chunks)
 
 
 class Drawn(NamedTuple):
@@ -105,6 +105,7 @@ class Drawn(NamedTuple):
     precision: str
     devices: Cluster
     candidate: Candidate
+    loss_chunks: int = 1
 
 
 def draw(seed: int) -> Drawn:
@@ -140,8 +141,8 @@ def draw(seed: int) -> Drawn:
 
 
 def views(drawn: Drawn) -> tuple[Estimate, Program]:
-    name, precision, devices, candidate = drawn
-    of = captured(name, precision)
+    name, precision, devices, candidate, loss_chunks = drawn
+    of = captured(name, precision, loss_chunks)
     e = run_on_paper(candidate, make_prices(of, devices), devices)
     plan = plan_of(e.candidate, of)
     program = compile_program(model(name).trace(plan.lowering), plan, devices)
@@ -210,6 +211,27 @@ def test_all_views_of_shares_that_are_replicated_say_the_same(zero: int) -> None
     mesh = Mesh.parse("dp=2,fsdp=2")
     candidate = Candidate(mesh, 1, 4, "1f1b", 1, zero, "none", (LAYERS,))
     same_by_all(Drawn("tied", "model", cluster_of("4xA100-80GB"), candidate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["untied", "wide llama"])
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "zero", "recompute", "layers"),
+    [
+        ("dp=4", "1f1b", 0, "full", (4,)),
+        ("dp=2,tp=2", "1f1b", 3, "none", (4,)),
+        ("pp=2,dp=2", "zb-h1", 1, "selective", (2, 2)),
+        ("dp=2,cp=2", "1f1b", 2, "elementwise", (4,)),
+    ],
+)
+def test_all_views_of_a_loss_by_chunks_say_the_same(
+    mesh, schedule, zero, recompute, layers, name
+) -> None:
+    of_devices = cluster_of("4xA100-80GB")
+    parsed = Mesh.parse(mesh)
+    samples = SAMPLES // (4 * parsed.sample_ranks)
+    wanted = parsed, samples, 4, schedule, 1, zero, recompute, layers
+    same_by_all(Drawn(name, "bf16", of_devices, Candidate(*wanted), 4))
 
 
 def both_accounts(

@@ -266,7 +266,7 @@ def _rewritten(
             state = walk.states.get(v.name)
             if isinstance(state, Chunk) and state.dim is not None:
                 rows = chunks.samples * chunks.sizes[state.index]
-                return rewriter.keep(_resized(node, state.dim, rows))
+                return rewriter.keep(resized(node, state.dim, rows))
         return None
 
     ours = {*walk.states, *walk.joined}
@@ -274,13 +274,13 @@ def _rewritten(
     return Rewriter(graph, literals).run(dict.fromkeys(ops, change))
 
 
-def _resized(node: Node, dim: int, rows: int) -> Node:
+def resized(node: Node, dim: int, rows: int) -> Node:
     """A node of a chunk that has another number of rows. Raises: Mixed."""
 
-    def resized(v: Value) -> Value:
+    def with_rows(v: Value) -> Value:
         return replace(v, shape=(*v.shape[:dim], rows, *v.shape[dim + 1 :]))
 
-    outs = tuple(resized(v) if v else None for v in node.outs)
+    outs = tuple(with_rows(v) if v else None for v in node.outs)
     if outs == node.outs:
         return node
     made, sizes_of = replace(node, outs=outs), op_of(node).sizes

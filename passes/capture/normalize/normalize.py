@@ -23,6 +23,7 @@ from ...ops.op import OPS
 from ...ops.random import CHANCE, DRAW, DRAWN, draw_of, overload
 from ...rewrite import Rewriter, Rule
 from ...traced import Traced
+from ..normalize.chunk_loss import chunk_loss
 from ..normalize.chunk_rows import chunk_rows
 from ..normalize.counted_rows import COUNTED_RULES
 from ..normalize.decompose_composites import COMPOSITE_RULES
@@ -48,10 +49,12 @@ from ..normalize.unsort_rows import unsort_rows
 NESTED = 2  # pieces of pieces are cut too
 
 
-def normalize(traced: Traced) -> Traced:
+def normalize(traced: Traced, loss_chunks: int = 1) -> Traced:
     """Bring the graph to its normal form. The loss stays the same function.
 
-    Raises: CaptureError on what no pass would heed, see `passes.ops.arguments`.
+    loss_chunks: of how many chunks of positions it is the sum, see `chunk_loss`.
+    Raises: CaptureError on what no pass would heed, see `passes.ops.arguments`;
+    NotInChunks.
     """
     for node in traced.graph.nodes:
         refuse_unread(node)
@@ -63,6 +66,7 @@ def normalize(traced: Traced) -> Traced:
         graph = split_products(Rewriter(graph, traced.literals))
     graph = Rewriter(graph, traced.literals).run(MEANING)
     graph = chunk_rows(graph, traced.literals)
+    graph = chunk_loss(graph, traced.literals, loss_chunks)
     graph = number(graph, CHANCE, ("autopar.choose",))
     literals = {v.name: traced.literals[v.name] for v in graph.constants}
     return replace(traced, graph=graph, literals=literals)
