@@ -36,11 +36,11 @@ from autopar.runtime.agreement.validate import (
 from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.backward import LEFT, LOST, STEPPED, Backward
 from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.untrained_reads import watch_reads
 from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, gradient_norms
 from autopar.runtime.parameters.model_buffers import ModelBuffers
 from autopar.runtime.parameters.offload import Host
-from autopar.runtime.parameters.untrained_reads import watch_reads
 from autopar.runtime.parameters.whole_updates import WholeUpdates, all_beside
 from autopar.unlike_module import StepLoss
 
