@@ -82,6 +82,7 @@ OPTIONS: Choices = {
     "zero": lambda v: [zero for zero in range(4) if shares(v) in (bool(zero), None)],
     "offload": lambda v: [False, True],
     "precision": lambda v: ["model"] * 4 + rounds(v),
+    "loss_chunks": lambda v: [1, 1, 2, 3],
     "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],
 }
 
