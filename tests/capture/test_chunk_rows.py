@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case
+from drawn_losses import LOSSES
 from models import VOCAB, Stack, randomize, token_batch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -91,6 +92,17 @@ def test_ranks_have_the_chunks_of_their_own_samples() -> None:
     """Not all of them each: nobody sends hidden states."""
     program = case_of(by_chunks("chunk", "sum", False)).compile("dp=2", zero=0)
     assert {c.kind for c in program.communication} <= {"all_reduce"}
+
+
+def test_ranks_of_cp_have_some_positions_of_each_chunk() -> None:
+    """They send what they do for a loss of all logits at once."""
+    chunked, whole = by_chunks("chunk", "sum", False), LOSSES["cross_entropy"]
+    of = ((chunked, 1), (whole, CHUNKS), (whole, 1))
+    sent = [
+        case_of(loss_fn, seq=16).compile("cp=2", loss_chunks=n).communication
+        for loss_fn, n in of
+    ]
+    assert sent[0] == sent[1] == sent[2]
 
 
 def rows_of(logits: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor]]:

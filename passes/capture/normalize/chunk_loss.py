@@ -31,7 +31,7 @@ from ...ops.row_dims import along, dim_after
 from ...ops.rules import equation, is_pointwise
 from ...rewrite import Rewriter
 from ..normalize.chunk_rows import Mixed, resized
-from ..normalize.split_products import LINEAR, MATMUL, emit_split
+from ..normalize.split_products import LINEAR, MATMUL, emit_chunks
 
 WHOLE = "leave loss_chunks out, and all logits are there at once"
 
@@ -341,23 +341,17 @@ def _of_chunk(
 def _pieces(
     rewriter: Rewriter, region: Region, x: Value, name: str, sizes: tuple[int, ...]
 ) -> Sequence[Value]:
-    """The positions of each chunk of what the region reads: every so manieth, so that
-    ranks which hold some positions have as many of each chunk, or else neighbours."""
-    rows, count = region.rows[name], len(sizes)
-    before, rest = x.shape[: rows.dim], x.shape[rows.dim + 1 :]
-    dim = rows.dim + rows.joined
-    samples = (region.samples,) if rows.joined else ()
-    if len({*sizes}) == 1:
-        apart = (*before, *samples, sizes[0], count, *rest)
-        seen = rewriter.reshape(x, apart)
-        shape = (*apart[: dim + 1], *apart[dim + 2 :])
-        outs = tuple(Value("piece", shape, x.dtype) for _ in sizes)
-        unbind = Node("aten.unbind.int", (seen, dim + 1), {}, outs, rewriter.where)
-        pieces = tuple(filter(None, rewriter.keep(unbind)))
-    else:
-        apart = (*before, *samples, region.positions, *rest)
-        pieces = emit_split(rewriter, rewriter.reshape(x, apart), sizes, dim)
+    """The positions of each chunk of what the region reads."""
+    rows = region.rows[name]
+    if not rows.joined:
+        return emit_chunks(rewriter, x, sizes, rows.dim)
+    before, after = x.shape[: rows.dim], x.shape[rows.dim + 1 :]
+    apart = (*before, region.samples, region.positions, *after)
     return [
-        rewriter.reshape(piece, (*before, region.count(rows, n), *rest))
-        for piece, n in zip(pieces, sizes, strict=True)
+        rewriter.reshape(piece, (*before, region.samples * n, *after))
+        for piece, n in zip(
+            emit_chunks(rewriter, rewriter.reshape(x, apart), sizes, rows.dim + 1),
+            sizes,
+            strict=True,
+        )
     ]

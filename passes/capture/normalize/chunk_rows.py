@@ -29,7 +29,7 @@ from ...ops.reductions import dims_of
 from ...ops.row_dims import along
 from ...rewrite import Rewriter
 from ..normalize.hoist_splits import cut_dim
-from ..normalize.split_products import CUTS, emit_split
+from ..normalize.split_products import CUTS, emit_chunks, emit_split
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,8 @@ def _rewritten(
     where an op cannot do with other numbers of rows."""
     chunks, producers = walk.chunks, graph.producers()
     pieces: dict[str, list[Value]] = {}
+    # What is joined again has its positions in order.
+    cut = emit_split if walk.joined else emit_chunks
 
     def piece(rewriter: Rewriter, v: Value) -> Value:
         name, state = walk.parts[v.name], walk.states[v.name]
@@ -253,7 +255,7 @@ def _rewritten(
             x = rewriter.replaced.get(x.name, x)
             pieces[name] = [
                 rewriter.reshape(part, (part.shape[0] * part.shape[1], *part.shape[2:]))
-                for part in emit_split(rewriter, x, chunks.sizes, 1)
+                for part in cut(rewriter, x, chunks.sizes, 1)
             ]
         return pieces[name][state.index]
 

@@ -212,3 +212,17 @@ def emit_split(
     outs = tuple(Value("piece", shape, x.dtype) for shape in shapes)
     op, args = "aten.split_with_sizes.default", (x, sizes, dim)
     return tuple(filter(None, rewriter.keep(Node(op, args, {}, outs, rewriter.where))))
+
+
+def emit_chunks(
+    rewriter: Rewriter, x: Value, sizes: tuple[int, ...], dim: int
+) -> tuple[Value, ...]:
+    """Parts of x along a dim, whichever, of these extents: even ones have every so
+    manieth each, so that ranks which hold some of x have as much of each part."""
+    if len({*sizes}) > 1:
+        return emit_split(rewriter, x, sizes, dim)
+    before, after = (*x.shape[:dim], sizes[0]), x.shape[dim + 1 :]
+    rows = rewriter.reshape(x, (*before, len(sizes), *after))
+    outs = tuple(Value("piece", (*before, *after), x.dtype) for _ in sizes)
+    unbind = Node("aten.unbind.int", (rows, dim + 1), {}, outs, rewriter.where)
+    return tuple(filter(None, rewriter.keep(unbind)))
