@@ -75,8 +75,8 @@ def _refusal(axis: str, node: Node, named: Named, ranks: int) -> ShardingConflic
         reason = "the keys are of other rows than the queries"
     elif len(rows) > 1:
         reason = (
-            f"its rows are ({' '.join(d.name for d in rows)}), as some layer sees them "
-            "in chunks, and a ring takes rows of one dim"
+            f"its rows are ({' '.join(d.name for d in rows)}), as some layer, or a "
+            "loss by chunks, sees them in chunks, and a ring takes rows of one dim"
         )
     elif rows and rows[0].size < ranks:
         reason = f"{rows[0].size} rows are too few for {ranks} ranks"
