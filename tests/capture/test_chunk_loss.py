@@ -9,8 +9,8 @@ import pytest
 import torch
 from cases import Case
 from drawn_losses import LOSSES
-from models import VOCAB, Stack, plain_gpt, randomize, token_batch
-from torch import Tensor
+from models import VOCAB, Block, Stack, plain_gpt, randomize, token_batch
+from torch import Tensor, nn
 
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
@@ -53,6 +53,8 @@ REFUSED: dict[str, tuple[LossFn, str]] = {
     "running": (lambda x, b: x.cumsum(1).square().mean(), "cumsum"),
     "over positions": (lambda x, b: x.softmax(1).square().mean(), "softmax"),
     "largest": (lambda x, b: x.amax((0, 1)).sum(), "amax"),
+    "with their mean": (lambda x, b: (x - x.mean()).square().mean(), "sub"),
+    "with a root": (lambda x, b: (x / x.square().sum().sqrt()).exp().mean(), "div"),
     "one position": (LOSSES["last"], "linear"),
     "by chunks already": (LOSSES["chunked"], "split"),
 }
@@ -71,6 +73,26 @@ def test_more_chunks_than_positions_are_refused() -> None:
     with pytest.raises(NotInChunks, match="of 8 positions"):
         case.compile("tp=1", loss_chunks=9)
     case.verify("tp=1", loss_chunks=8)
+
+
+class Plain(nn.Module):
+    """Has no layers with a number, and a wider product than logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(VOCAB, 32), Block(), Block()
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.embed(input_ids))))
+
+
+def test_a_product_after_which_nothing_mixes_positions_is_found() -> None:
+    def squares(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        return logits.square().mean()
+
+    case = Case(randomize(Plain()), token_batch(), squares).double()
+    case.verify("dp=2,tp=2", 2, loss_chunks=4)
 
 
 @pytest.mark.slow

@@ -76,20 +76,29 @@ def chunk_loss(
     """
     if chunks == 1:
         return graph
-    graph = _cut_before(graph, literals, _find_head(graph))
-    head = _find_head(graph)
-    region = _find_region(graph, head)
-    if chunks > region.positions:
-        raise NotInChunks(
-            f"loss_chunks={chunks}, but the loss is of {region.positions} positions",
-            source=head.location.source,
-            fix=f"use loss_chunks={region.positions} or less",
-        )
-    return _rewritten(graph, literals, region, chunks)
+    problems: list[NotInChunks] = []
+    for head in _find_products(graph):
+        try:
+            own, of_head = _cut_before(graph, literals, head)
+            region = _find_region(own, of_head)
+            if chunks > region.positions:
+                raise NotInChunks(
+                    f"loss_chunks={chunks}, but the loss is of {region.positions} "
+                    "positions",
+                    source=head.location.source,
+                    fix=f"use loss_chunks={region.positions} or less",
+                )
+            return _rewritten(own, literals, region, chunks)
+        except NotInChunks as problem:
+            problems.append(problem)
+    raise problems[0]
 
 
-def _find_head(graph: Graph) -> Node:
-    """The product outside of layers that makes most: the logits."""
+def _find_products(graph: Graph) -> list[Node]:
+    """The products outside of layers, those first that make most, as logits are.
+
+    Raises: NotInChunks, if there are none.
+    """
     products = [
         node
         for node in graph.nodes
@@ -101,14 +110,14 @@ def _find_head(graph: Graph) -> Node:
             "logits",
             fix=WHOLE,
         )
-    return max(products, key=lambda node: node.out.numel)
+    return sorted(products, key=lambda node: -node.out.numel)
 
 
 def _cut_before(
     graph: Graph, literals: Mapping[str, torch.Tensor], head: Node
-) -> Graph:
+) -> tuple[Graph, Node]:
     """The graph with logits of only those positions that are read, where the others are
-    cut off after the product."""
+    cut off after the product; and the product."""
     readers, x = graph.consumers(), head.out
     chain, parts = [head], set[tuple[int, int]]()
     while not parts and (own := readers.get(x.name)):
@@ -117,30 +126,40 @@ def _cut_before(
             part and part[:2] == (x, 1) and part[2:] != (0, x.shape[1]) for part in cuts
         ):
             parts = {part[2:] for part in cuts if part}
-        elif len(own) > 1 or x in graph.outputs or along(own[0], _second(x)) != 1:
+        elif (
+            len(own) > 1
+            or len(own[0].outs) > 1
+            or x in graph.outputs
+            or along(own[0], _second(x)) != 1
+        ):
             break
         else:
             chain.append(own[0])
             x = own[0].out
     if len(parts) != 1 or any(map(steps_in, readers[x.name])) or len(x.shape) != 3:
-        return graph
+        return graph, head
     ((start, end),) = parts
     gone = {node.out.name for node in readers[x.name]}
     ours = {node.out.name for node in chain}
+    products: list[Value | None] = []
 
     def change(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...] | None:
-        if node.out.name in gone:
+        name = node.results[0].name
+        if name in gone:
             return (node.operands[0],)
-        if node.out.name not in ours:
+        if name not in ours:
             return None
-        if node.out.name == head.out.name:
+        if name == head.out.name:
             hidden = node.operands[0]
             piece = rewriter.emit("aten.slice.Tensor", hidden, 1, start, end)
             node = node.substitute(lambda v: piece if v == hidden else v)
+            products.extend(rewriter.keep(resized(node, 1, end - start)))
+            return (*products,)
         return rewriter.keep(resized(node, 1, end - start))
 
     ops = {node.op for node in (*chain, *readers[x.name])}
-    return Rewriter(graph, literals).run(dict.fromkeys(ops, change))
+    graph = Rewriter(graph, literals).run(dict.fromkeys(ops, change))
+    return graph, next(n for n in graph.nodes if n.outs == (*products,))
 
 
 def _second(x: Value) -> Callable[[Value], int | None]:
@@ -158,9 +177,15 @@ def _find_region(graph: Graph, head: Node) -> Region:
     if region.count(rows, positions) != hidden.shape[rows.dim] or positions < 2:
         raise _refused(head, "does not make logits of each position")
     region.rows[hidden.name] = rows
+    later: set[str] = set()  # what is made of sums
     for node in graph.nodes:
+        of_sums = any(v.name in later for v in node.operands)
         if node is head or any(v.name in region.inside for v in node.operands):
+            if of_sums:
+                raise _refused(node, "takes logits, and what is made of all of them")
             _go_on(region, node)
+        if of_sums or any(v.name in region.sums for v in node.results):
+            later.update(v.name for v in node.results)
     if any(v.name in region.inside for v in graph.outputs):
         raise NotInChunks(
             "loss_chunks: logits, or what is made of each, are an output", fix=WHOLE
