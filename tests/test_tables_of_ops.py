@@ -16,6 +16,7 @@ NOTHING = "what is known to be 0"
 # Tables of ops that neither declarations nor functions stand for, and why.
 TABLES = {
     "autopar/proof/interpret.py SKIPPED": "ops without results",
+    "passes/capture/normalize/add_dim.py ALONG": "overloads that are told which dims",
     "passes/capture/normalize/causal_masks.py COMPARES": MASKS,
     "passes/capture/exported/buffer_updates.py ADDS_TO": "writes, made of others",
     "passes/capture/normalize/causal_masks.py VIEWS": MASKS,

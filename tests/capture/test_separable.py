@@ -200,20 +200,22 @@ def test_a_batch_of_one_sample_has_nothing_to_share_out(mesh):
 
 
 class OneByOne(nn.Module):
-    """A model that is called for each sample."""
+    """A model that is called for each sample, and not alike."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return torch.stack([self.head(self.embed(x).tanh()) for x in input_ids])
+        return torch.stack(
+            [self.head(self.embed(x).tanh()) / (1 + i) for i, x in enumerate(input_ids)]
+        )
 
 
 def test_a_loop_over_samples_is_named() -> None:
     batch = token_batch(seq=4, ignored="none")
     case = Case(randomize(OneByOne()), batch, mean_of_tokens).double()
-    line = inspect.getsourcelines(OneByOne.forward)[1] + 1
+    line = inspect.getsourcelines(OneByOne.forward)[1] + 2
     with pytest.raises(LossNotSeparable, match="all samples of %input_ids") as refused:
         case.compile("dp=1", 2)
     assert refused.value.source == f"test_separable.py:{line}"

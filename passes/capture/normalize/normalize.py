@@ -23,6 +23,7 @@ from ...ops.op import OPS
 from ...ops.random import CHANCE, DRAW, DRAWN, draw_of, overload
 from ...rewrite import Rewriter, Rule
 from ...traced import Traced
+from ..normalize.batch_samples import batch_samples
 from ..normalize.chunk_loss import chunk_loss
 from ..normalize.chunk_rows import chunk_rows
 from ..normalize.counted_rows import COUNTED_RULES
@@ -66,6 +67,7 @@ def normalize(traced: Traced, loss_chunks: int = 1) -> Traced:
         graph = split_products(Rewriter(graph, traced.literals))
     graph = Rewriter(graph, traced.literals).run(MEANING)
     graph = chunk_rows(graph, traced.literals)
+    graph = batch_samples(graph, traced.literals)
     graph = chunk_loss(graph, traced.literals, loss_chunks)
     graph = number(graph, CHANCE, ("autopar.choose",))
     literals = {v.name: traced.literals[v.name] for v in graph.constants}
