@@ -25,7 +25,8 @@ from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.parameters.changed import Copied, Originals
 
 LOG = logging.getLogger("autopar")
-NAMES = {"__call__": "forward", "state_dict": "state_dict", "__getstate__": "a copy"}
+# Copies and pickles are made by `__reduce_ex__`, which all of Python's versions have.
+NAMES = {"__call__": "forward", "state_dict": "state_dict", "__reduce_ex__": "a copy"}
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 FIX = (
     "before it, on all ranks: model.load_state_dict(step.state_dict()); or use "
