@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -103,6 +104,25 @@ def test_ranks_of_cp_have_some_positions_of_each_chunk() -> None:
         for loss_fn, n in of
     ]
     assert sent[0] == sent[1] == sent[2]
+
+
+def joined_positions(mean: bool, logits: Tensor, batch: Batch) -> Tensor:
+    """The rows of three positions of all samples, and then those of the others."""
+    labels = batch["labels"]
+    rows = [
+        F.cross_entropy(x.reshape(-1, VOCAB), y.reshape(-1), reduction="none")
+        for x, y in zip(logits.split(3, 1), labels.split(3, 1), strict=True)
+    ]
+    joined = torch.cat(rows)
+    return joined.mean() if mean else joined.sum() / (labels != -100).sum()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_rows_that_are_joined_by_position_are_shared_out(mean: bool) -> None:
+    case = case_of(partial(joined_positions, mean))
+    case.verify("pp=2", 4)
+    kinds = {c.kind for c in case.compile("dp=2", 2, zero=0).communication}
+    assert kinds <= {"all_reduce"}
 
 
 def rows_of(logits: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor]]:

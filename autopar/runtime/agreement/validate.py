@@ -119,7 +119,8 @@ def check_same(
             raise ModelMismatch(
                 f"'{name}' has other values on rank {rank} than on rank 0",
                 fix="call torch.manual_seed with one seed on all ranks before the "
-                "model is made, or load the same weights everywhere",
+                "model is made, and random.seed and numpy.random.seed where it draws "
+                "by these; or load the same weights everywhere",
             )
 
 

@@ -45,6 +45,7 @@ from ..normalize.recognize_experts import (
     looked_up_product,
 )
 from ..normalize.split_products import split_products
+from ..normalize.sum_pieces import sum_of_pieces
 from ..normalize.unsort_rows import unsort_rows
 
 NESTED = 2  # pieces of pieces are cut too
@@ -68,6 +69,7 @@ def normalize(traced: Traced, loss_chunks: int = 1) -> Traced:
     graph = Rewriter(graph, traced.literals).run(MEANING)
     graph = chunk_rows(graph, traced.literals)
     graph = batch_samples(graph, traced.literals)
+    graph = Rewriter(graph, traced.literals).run({"aten.sum": sum_of_pieces})
     graph = chunk_loss(graph, traced.literals, loss_chunks)
     graph = number(graph, CHANCE, ("autopar.choose",))
     literals = {v.name: traced.literals[v.name] for v in graph.constants}
