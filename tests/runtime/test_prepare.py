@@ -154,6 +154,29 @@ def test_an_optimizer_goes_on_with_a_ranks_parts(
                 torch.testing.assert_close(weights[key], value, rtol=1e-7, atol=1e-9)
 
 
+def loaded_before_and_after(program: Program) -> str:
+    m, saved = model("gpt"), trained("gpt", "by_dims")[1].state_dict()
+    step = autopar.compile(m, program.mesh, program=program)
+    step.build(**batch_of("gpt", 0))
+    before, after = by_dims(m), AdamW(by_dims(m).param_groups)
+    before.load_state_dict(saved)
+    step.prepare(before)
+    step.prepare(after).load_state_dict(saved)
+    step(**batch_of("gpt", 0))
+    before.step()
+    with pytest.raises(AutoparError) as error:
+        after.step()
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_state_of_one_device_is_refused_where_ranks_have_parts() -> None:
+    made = model("gpt"), batch_of("gpt", 0), Plan(Mesh.parse("tp=2"))
+    program = autopar.compile_offline(*made, cluster=PLAIN, prove=True)
+    for said in run_ranks(loaded_before_and_after, 2, program):
+        assert "AdamW's 'exp_avg' of 'tokens.weight' is of all of it, [64, 32]" in said
+
+
 def test_an_optimizer_of_another_model_is_refused_and_stays() -> None:
     of = plain_gpt(layers=1)
     step = of.step()

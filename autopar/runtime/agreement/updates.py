@@ -232,6 +232,7 @@ class Updates:
         `optimizer.state_dict()` records: shapes alone mostly fit another rank's too."""
         if self._part and optimizer not in self._known:
             optimizer.register_state_dict_post_hook(_note_part(self._part))
+            self._check_loaded(optimizer)
         for group in optimizer.param_groups:
             part = group.get(PART, self._part)
             if part != self._part:
@@ -244,6 +245,24 @@ class Updates:
                 )
         for group in optimizer.param_groups:
             group.pop(PART, None)
+
+    def _check_loaded(self, optimizer: Optimizer) -> None:
+        """Checks that an optimizer has no state of whole parameters, as one device
+        saves it, for this rank's parts of them."""
+        for p, stored in optimizer.state.items():
+            if (name := self._names.get(id(p))) not in self._cut:
+                continue
+            whole, kind = self._specs[name].part.shape, type(optimizer).__name__
+            for entry, value in stored.items():
+                shape = value.shape if isinstance(value, Tensor) else p.shape
+                if shape == whole != p.shape:
+                    raise OptimizerError(
+                        f"{kind}'s '{entry}' of '{name}' is of all of it, "
+                        f"{list(whole)}, but this rank has {list(p.shape)}",
+                        fix=f"make {kind} of the model's parameters, load the state, "
+                        "and then step.prepare(optimizer), which takes this rank's "
+                        "parts; step.save and step.load have it for any mesh",
+                    )
 
     def _check_reach(self, optimizer: Optimizer, names: list[str]) -> None:
         cut = [name for name in names if name in self._cut]
