@@ -289,6 +289,37 @@ def test_a_backward_that_cannot_be_what_it_is_of_is_refused(step: Step) -> None:
             loop()
 
 
+def test_gradients_that_a_loop_keeps_stay_as_they_are(step: Step) -> None:
+    batch = plain_gpt(layers=1, batch=4).double().batch
+    optimizer = SGD(step.parameters(), lr=0.1, momentum=0.9)
+    [bucket] = step.executor.gradients.buckets
+
+    def place_after_a_step() -> int:
+        step(**batch).backward()
+        torch.nn.utils.clip_grad_norm_(step.parameters(), 1.0)
+        optimizer.step()
+        grad = next(step.parameters()).grad
+        optimizer.zero_grad()
+        step(**batch)
+        assert grad is not None  # one that is left over needs no other memory
+        optimizer.zero_grad()
+        return bucket.flat.data_ptr()
+
+    place = place_after_a_step()
+    assert place == place_after_a_step()
+    step(**batch)
+    kept = [p.grad.detach() for p in step.parameters() if p.grad is not None]
+    values = gradients(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    step(**batch)
+    assert all(map(torch.equal, kept, values))
+    assert not any(map(torch.equal, kept, gradients(step)))
+    optimizer.zero_grad()
+    place = place_after_a_step()
+    assert place == place_after_a_step()
+
+
 def test_an_update_without_gradients_is_told(
     step: Step, caplog: pytest.LogCaptureFixture
 ) -> None:

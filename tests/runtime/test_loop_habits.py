@@ -157,6 +157,34 @@ def without_an_optimizer(m: Any, compute: Compute) -> list[Tensor]:
     return losses
 
 
+def averaged_gradients(m: Any, compute: Compute) -> list[Tensor]:
+    """Slow ones are amplified (Lee 2024); the first are kept as they are."""
+    slow: dict[str, Tensor] = {}
+
+    def amplify() -> None:
+        for name, p in m.named_parameters():
+            new = p.grad.data.detach()
+            slow[name] = slow[name] * 0.8 + new * 0.2 if name in slow else new
+            p.grad.data = p.grad.data + slow[name] * 2
+
+    optimizer = SGD(m.parameters(), lr=0.1)
+    return loop(optimizer, compute, after_backward=amplify)
+
+
+def gradients_of_two_batches(m: Any, compute: Compute) -> list[Tensor]:
+    optimizer, losses = SGD(m.parameters(), lr=0.1), []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(compute(2 * i))
+        first = [p.grad for p in m.parameters()]
+        optimizer.zero_grad()
+        losses.append(compute(2 * i + 1))
+        for p, grad in zip(m.parameters(), first, strict=True):
+            p.grad.add_(grad, alpha=-0.5)
+        optimizer.step()
+    return losses
+
+
 def averages_in_their_place(m: Any, compute: Compute) -> list[Tensor]:
     """Their tensors for one batch, and then those that were put aside."""
     named = dict(m.named_parameters())
@@ -259,7 +287,7 @@ HABITS: Mapping[str, Habit] = {
             *(resumed, slow_weights, perturbed, without_an_optimizer, seeded),
             *(rates_by_name, one_part, gradients_in_other_memory),
             *(averages_in_their_place, frozen_for_a_while, one_without_gradients),
-            under_anomaly_detection,
+            *(under_anomaly_detection, averaged_gradients, gradients_of_two_batches),
         )
     },
 }

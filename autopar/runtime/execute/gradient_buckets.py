@@ -175,7 +175,10 @@ class Gradients:
                 elif p.grad is not None and p.grad.is_set_to(self.by_name[n]):
                     p.grad = self.by_name[n].clone()  # frozen since: it stays as it is
             self._before[i] = self._set_aside(bucket, held) if held else None
-            bucket.flat.zero_()
+            if not held and self._is_kept(bucket):
+                self._renew(bucket)
+            else:
+                bucket.flat.zero_()
             bucket.missing = set(bucket.told)
 
     def _set_aside(self, bucket: Bucket, held: Sequence[str]) -> Tensor | None:
@@ -188,6 +191,25 @@ class Gradients:
             if grad.data_ptr() != self.by_name[n].data_ptr():
                 self.by_name[n].copy_(grad)
         return bucket.flat.clone() if bool(bucket.flat.any()) else None
+
+    def _views(self, bucket: Bucket) -> list[Tensor]:
+        """The tensors here that share a bucket's memory."""
+        stacked = [self.tensors[n] for n in bucket.tensors]
+        rows = [self.by_name[n] for n in bucket.names]
+        return [*{id(x): x for x in (bucket.flat, *stacked, *rows)}.values()]
+
+    def _is_kept(self, bucket: Bucket) -> bool:
+        """Whether a loop that has set its gradients to None keeps tensors of as many,
+        as averages of gradients begin with them."""
+        storage = bucket.flat.untyped_storage()
+        users = torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage`
+        return users - len(self._views(bucket)) >= len(bucket.names)
+
+    def _renew(self, bucket: Bucket) -> None:
+        """Gives a bucket memory of its own, as autograd gives new gradients theirs."""
+        flat, start = torch.zeros_like(bucket.flat), bucket.flat.storage_offset()
+        for x in self._views(bucket):
+            x.data = flat.as_strided(x.shape, x.stride(), x.storage_offset() - start)
 
     def ready(self, stage: int, gradients: Sequence[Tensor]) -> None:
         """A stage will not add to them any more in this step."""
