@@ -236,6 +236,9 @@ def parts_apart(program: Program) -> str:
     part = next(n for n in named if "[" in n)
     with pytest.raises(AutoparError, match="into one group") as error:
         step.gather_for(Lamb([named[part]]))
+    optimizer = step.gather_for(Lamb(named.values()))
+    with pytest.raises(AutoparError, match="closure"):
+        optimizer.step(lambda: step(**case.batch))
     optimizer = Lamb(named.values())
     step(**case.batch)
     with pytest.raises(AutoparError, match="updates a parameter as a whole") as other:

@@ -76,9 +76,10 @@ class Backward:
             raise AutoparError(
                 "an optimizer uses gradients of steps whose losses had backward(), and "
                 "added to these are those of one whose loss had no backward()",
-                fix="call backward() on the loss of each step, or of none; a loss that "
-                "is looked at alone is step.evaluate(**batch), or what step.eval() and "
-                "torch.no_grad() are around",
+                fix="call backward() on the loss of each step, or of none; what a loop "
+                "leaves out, optimizer.zero_grad() takes away before the next step; "
+                "what is only looked at is step.evaluate(**batch), or what step.eval() "
+                "and torch.no_grad() are around",
             )
 
     @torch.no_grad()

@@ -64,11 +64,19 @@ class WholeUpdates:
         optimizer.register_step_post_hook(self.scatter)
 
     @torch.no_grad()
-    def gather(self, optimizer: Optimizer, *_: Any) -> None:
+    def gather(
+        self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         """Replaces the first part of each weight by the whole; the other parts have no
-        gradient meanwhile, and are in no group."""
+        gradient meanwhile, and are in no group. Raises: AutoparError, for a closure."""
         if is_nested(optimizer):
             return
+        if self.cut and any(map(callable, (*args[1:], *kwargs.values()))):
+            raise AutoparError(
+                f"{type(optimizer).__name__}.step is given a closure, but whole "
+                "parameters are gathered before it computes their gradients",
+                fix="call it before: loss = closure(), and optimizer.step()",
+            )
         others: set[int] = set()
         for source, names in self.cut.items():
             held = [self.parameters[name] for name in names]
