@@ -68,12 +68,12 @@ def _entries(values: Sequence[Value]) -> str:
     lines: list[str] = []
     for (prefix, rows), numbers in _alike(values).items():
         if len(numbers) < 2:
-            start = "".join(f"{prefix}.+{n}." for n in numbers)
+            start = "".join(f"{prefix}+{n}." for n in numbers)
             lines += [f'    "{start}{name}": {row},' for name, row in rows]
             continue
         lines += [
             "    **{",
-            f'        f"{prefix}.+{{i}}.{{name}}": row',
+            f'        f"{prefix}+{{i}}.{{name}}": row',
             f"        for {loop_text(numbers)}",
             "        for name, row in {",
             *(f'            "{name}": {row},' for name, row in rows),
@@ -103,11 +103,11 @@ def _families(values: Mapping[str, Value]) -> str:
 def _alike(
     values: Sequence[Value],
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], list[int]]:
-    """(path of layers, rows) -> the numbers of the layers that have these rows, of name
-    in the layer and shape. What is in no such layer has no number."""
+    """(path before a layer, rows) -> the numbers of the layers that have these rows, of
+    name in the layer and shape. What is in no such layer has no number."""
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[int]] = {}
     for (path, number), own in groupby(values, key=lambda v: _layer(v.name)):
-        start = 0 if number is None else len(f"{path}.+{number}.")
+        start = 0 if number is None else len(f"{path}+{number}.")
         rows = ((v.name[start:], f"({v.shape}, {v.dtype})") for v in own)
         numbers = groups.setdefault((path, tuple(rows)), [])
         numbers += [] if number is None else [number]
@@ -118,4 +118,4 @@ def _layer(name: str) -> tuple[str, int | None]:
     match = LAYER.search(name)
     if match is None or not match[1].startswith("+"):
         return "", None
-    return name[: match.start() - 1], int(match[1])
+    return name[: match.start()], int(match[1])

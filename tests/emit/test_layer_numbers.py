@@ -7,6 +7,11 @@ import random
 from itertools import compress, product
 
 import pytest
+import torch
+import torch.nn.functional as F
+from cases import Case
+from models import WIDTH, Block, randomize
+from torch import nn
 
 from autopar.passes.emit.layer_numbers import (
     condition_text,
@@ -161,3 +166,18 @@ def test_one_entry_of_a_prologue_is_asked_for_and_can_be_made() -> None:
     made: dict[str, int] = {}
     exec(f"{text} = 3", {"b": made, "i": 4})
     assert made == {"x.2": 3}
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "dp=2", "pp=2"])
+def test_layers_may_be_the_model_itself(mesh: str) -> None:
+    """Nothing stands before their numbers, as `0.weight`."""
+    torch.manual_seed(0)
+    blocks = (Block() for _ in range(3))
+    model = nn.Sequential(nn.Embedding(17, WIDTH), *blocks, nn.Linear(WIDTH, 17))
+    batch = {"input": torch.randint(17, (4, 6))}
+    case = Case(
+        randomize(model),
+        batch,
+        lambda x, b: F.cross_entropy(x.flatten(0, 1), b["input"].flatten()),
+    )
+    case.double().verify(mesh, 2)
