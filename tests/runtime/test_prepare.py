@@ -16,7 +16,7 @@ from plans import batch_of as batch_of_gpt
 from plans import small_model
 from processes import run_ranks
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import autopar
@@ -175,6 +175,41 @@ def test_state_of_one_device_is_refused_where_ranks_have_parts() -> None:
     program = autopar.compile_offline(*made, cluster=PLAIN, prove=True)
     for said in run_ranks(loaded_before_and_after, 2, program):
         assert "AdamW's 'exp_avg' of 'tokens.weight' is of all of it, [64, 32]" in said
+
+
+def test_an_optimizer_that_keeps_its_parameters_itself_trains_the_steps() -> None:
+    of, other = plain_gpt(layers=1).double(), plain_gpt(layers=1).double()
+    step = autopar.compile(of.model, "", example_inputs=of.batch)
+    losses: list[list[float]] = []
+    for m, own in ((of.model, step), (other.model, other.model)):
+        optimizer: Any = LBFGS(m.parameters(), max_iter=2)
+        if m is of.model:
+            step.prepare(optimizer)
+
+        def closure(own: Any = own, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            returned = own(**of.batch)
+            loss: Tensor = returned if own is step else returned[1]
+            loss.backward()
+            return loss
+
+        losses.append([optimizer.step(closure).item() for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[0][2] < losses[0][0]
+
+
+class Mapped(SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.rates = {p: 0.1 for group in self.param_groups for p in group["params"]}
+
+
+def test_one_that_would_update_the_model_is_refused() -> None:
+    of = plain_gpt(layers=1)
+    step = of.step()
+    with pytest.raises(AutoparError, match="in its 'rates' as well"):
+        step.prepare(Mapped(of.model.parameters()))
+    assert step.prepare(Mapped(step.parameters()))
 
 
 def test_an_optimizer_of_another_model_is_refused_and_stays() -> None:

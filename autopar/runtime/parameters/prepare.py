@@ -14,6 +14,7 @@ from autopar.passes.program import Program
 from autopar.runtime.parameters.shards import take_shard
 
 Names = Callable[[Tensor], str | None]
+REPLACED = "param_groups", "state"  # of an optimizer
 
 
 @torch.no_grad()
@@ -29,7 +30,8 @@ def prepare(
     coords: of the rank. held: its parameters. name_of: of the model's own. Each part
     takes the place of the whole, with its options; a part has that part of what the
     optimizer stores of each element. Groups of which a rank has nothing are empty.
-    Raises: AutoparError, with nothing changed, for parameters that are not the model's.
+    Raises: AutoparError, with nothing changed, for parameters that are not the model's,
+    and for the model's where they would stay.
     """
     parts = {
         source: [(n, held[n]) for n in names if n in held]
@@ -45,6 +47,14 @@ def prepare(
             "model that was compiled",
             fix="make it of model.parameters() of that model, or of step.parameters()",
         )
+    if attribute := _kept_beside(optimizer, name_of):
+        kind = type(optimizer).__name__
+        raise AutoparError(
+            f"{kind} keeps parameters of the model in its '{attribute}' as well, which "
+            "it would update: the step has copies of them",
+            fix=f"make it of the step's, after step.build(**batch) or the first step: "
+            f"{kind}(step.parameters())",
+        )
     for group in optimizer.param_groups:
         params = group["params"]
         named = [
@@ -55,7 +65,7 @@ def prepare(
         if "param_names" in group:
             of = {id(p): name for name, p in held.items()}
             group["param_names"] = [of[id(p)] for _, p in named]
-        group["params"] = [p for _, p in named]
+        params[:] = [p for _, p in named]  # some optimizers keep the list
     for whole, stored in list(optimizer.state.items()):
         if id(whole) in own:
             continue
@@ -72,3 +82,21 @@ def prepare(
 
             for key, value in stored.items():
                 optimizer.state[p][key] = part_of(value)
+
+
+def _kept_beside(optimizer: Optimizer, name_of: Names) -> str | None:
+    """The attribute in which an optimizer has a model's parameters that are in none of
+    the lists of its groups; None: it has no such attribute."""
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+
+    def has(value: object) -> bool:
+        if isinstance(value, Tensor):
+            return name_of(value) is not None
+        if isinstance(value, Mapping):
+            return any(has(x) for pair in value.items() for x in pair)
+        if not isinstance(value, list | tuple | set | frozenset) or id(value) in lists:
+            return False
+        return any(has(x) for x in value)
+
+    kept = {n: x for n, x in vars(optimizer).items() if n not in REPLACED}
+    return next((name for name, value in kept.items() if has(value)), None)
