@@ -34,6 +34,7 @@ def test_every_option_changes_the_plan():
         "precision": "bf16",
         "tf32": True,
         "backend": "inductor",
+        "loss_chunks": 4,
         "hints": {"*.weight": "ffn/tp"},
     }
     assert set(changed) == set(Options.__annotations__)

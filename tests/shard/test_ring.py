@@ -269,7 +269,7 @@ def test_attention_within_chunks_needs_no_ring(zigzag) -> None:
 def test_a_ring_beside_chunks_is_refused_for_them() -> None:
     kinds = itertools.cycle((Local, Block))
     case = Case(Stack(lambda: next(kinds)(), 2), token_batch(), next_token).double()
-    with pytest.raises(ShardingConflict, match="some layer sees them in chunks"):
+    with pytest.raises(ShardingConflict, match="as some layer, or a loss by chunks,"):
         case.compile("cp=2", **RING)
     case.verify("cp=2", **{**RING, "split": usual_split()})
 
