@@ -35,23 +35,24 @@ class NothingToChoose(PlanError):
 def infeasible(
     plans: Ranking,
     prices: Prices,
-    lighter: Mapping[str, Prices],
+    lighter: Callable[[], Mapping[str, Prices]],
     space: Space,
     wishes: Mapping[str, object],
     space_of: Callable[[Cluster, Mapping[str, object]], Space],
 ) -> Infeasible:
     """How much too large the most frugal plan is, what binds, and a way out.
 
-    lighter: option that may take less memory, as it is written -> prices with it.
-    wishes: fields of the space that were decided. space_of: makes a space of a cluster
-    and wishes.
+    lighter: returns prices with options of which activations may take less memory, by
+    how these are written. wishes: fields of the space that were decided. space_of:
+    makes a space of a cluster and wishes.
     """
     nearest, cluster = plans.nearest, space.cluster
     assert nearest is not None, "candidates were tried"
     terms = max(nearest.memory, key=lambda terms: sum(terms.values()))
     term = max(terms, key=lambda name: terms[name])
     peak, limit = nearest.peak, cluster.device.memory
-    fits = {option: frugal(space, those) for option, those in lighter.items()}
+    others = lighter() if terms["activations"] > peak - limit else {}
+    fits = {option: frugal(space, those) for option, those in others.items()}
     ways = [f"use {option}: {_told(e)}" for option, e in fits.items() if e]
     ways.append(_way_out(peak, cluster, prices, wishes, space_of))
     shown = ", ".join(f"{gigabytes(v)} {k}" for k, v in terms.items() if v)

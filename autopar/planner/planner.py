@@ -299,11 +299,14 @@ def find_plans(
     if not plans.tried:
         raise nothing_to_choose(space)
     if not plans.best:
-        others = {
-            f'precision "{NARROW}"': of.narrow,
-            f"loss_chunks={CHUNKS}": of.in_chunks,
-        }
-        lighter = {k: make_prices(own, cluster) for k, own in others.items() if own}
+
+        def lighter() -> dict[str, Prices]:
+            others = {
+                f'precision "{NARROW}"': of.narrow,
+                f"loss_chunks={CHUNKS}": of.in_chunks,
+            }
+            return {k: make_prices(own, cluster) for k, own in others.items() if own}
+
         raise infeasible(plans, prices, lighter, space, wishes, space_of)
     return plans
 
