@@ -21,6 +21,13 @@ NORMS = frozenset(
         torch._foreach_norm,
         torch.dot,
         Tensor.dot,
+        # Of rows, by which they divide.
+        torch.nn.functional.normalize,
+        torch.cosine_similarity,
+        *(torch.renorm, Tensor.renorm, Tensor.renorm_),
+        # Of all directions together.
+        *(torch.svd, Tensor.svd, torch.qr, Tensor.qr),
+        *(torch.linalg.svd, torch.linalg.svdvals, torch.linalg.qr),
     }
 )
 # What hands all of it on as if it were whole.
