@@ -310,7 +310,7 @@ def test_a_model_that_cannot_be_captured_is_left_as_it_was():
     case = keeping("in_dict")
 
     def loss_fn(loss: Tensor, batch: Any) -> Tensor:
-        return loss * loss.item()
+        return loss * float(loss)
 
     with pytest.raises(CaptureError):
         capture_model(case.model, case.batch, loss_fn)

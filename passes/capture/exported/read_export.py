@@ -112,7 +112,7 @@ class ExportReader:
             return args[0]
         fakes = node.meta.get("val")
         if isinstance(fakes, UNKNOWN):
-            if isinstance(fakes, torch.SymInt) and target is ITEM:
+            if isinstance(fakes, torch.SymInt | torch.SymFloat) and target is ITEM:
                 self.rows.note_number(fakes, args[0], where)
             return Unknown(target._schema.name.rpartition("::")[2], fakes.node.expr)
         many = isinstance(fakes, tuple | list)

@@ -14,6 +14,7 @@ from ...graph import Graph, Location, Node, Value
 from ...ops.captured import RESHAPES
 from ..forward.values_read import Unknown, has_shape
 from ..rows.chosen_rows import rows_of
+from ..rows.real_numbers import UnknownNumber, real_number
 from ..rows.rows import CHOOSES
 
 # Of an integer that is not known and one that is, by torch's names for these.
@@ -44,7 +45,7 @@ class ChosenRows:
         # A mask, and its size, as a mask may be written to -> what chooses its rows.
         self.chosen: dict[tuple[str, str], tuple[Value, ...]] = {}
         self.masks: dict[str, Value] = {}  # those sizes -> what chooses so many
-        self.numbers: dict[str, Value] = {}  # integers -> the tensors that have them
+        self.numbers: dict[str, Value] = {}  # that are read -> what has them
         self.columns: dict[str, tuple[Value, ...]] = {}  # of a table of places, its own
         self.turned: set[str] = set()  # tables that have them as rows
 
@@ -155,15 +156,20 @@ class ChosenRows:
         self.sizes[str(size)], self.masks[str(size)] = outs[0].shape[0], mask
         return outs
 
-    def note_number(self, number: torch.SymInt, x: Value, where: Location) -> None:
-        """Notes which tensor an integer was read of, as it is then."""
+    def note_number(
+        self, number: torch.SymInt | torch.SymFloat, x: Value, where: Location
+    ) -> None:
+        """Notes which tensor a number was read of, as it is then."""
         emit = partial(self.builder.emit, shape=(), where=where)
         if x.numel == 1:
             seen = emit("aten.reshape.default", (x, ()), dtype=x.dtype)
             copy = emit("aten.clone.default", (seen,), dtype=x.dtype)
-            args = copy, torch.int64
-            wide = emit("aten.to.dtype", args, dtype=torch.int64)
-            self.numbers[str(number.node.expr)] = wide
+            wide = torch.int64
+            if isinstance(number, torch.SymFloat):
+                copy = emit("aten.detach.default", (copy,), dtype=x.dtype)
+                wide = torch.float64
+            made = emit("aten.to.dtype", (copy, wide), dtype=wide)
+            self.numbers[str(number.node.expr)] = made
 
     def sized(
         self,
@@ -177,18 +183,18 @@ class ChosenRows:
         kinds = {a.name: str(a.type) for a in target._schema.arguments}
         views = target._schema.name.replace("::", ".") in RESHAPES
         # Of integers, a number's type would be another one than a tensor's.
-        real = any(isinstance(a, Value) and a.dtype.is_floating_point for a in args)
+        floats = [a for a in args if isinstance(a, Value) and a.dtype.is_floating_point]
         kinds = {k: v if views or v == "Tensor" else "" for k, v in kinds.items()}
         placed = zip(args, kinds.values(), strict=False)
-        known = partial(self._known, where=where, numbers=self.numbers if real else {})
+        known = partial(self._known, where=where, beside=floats)
         sized = tuple(known(arg, kind) for arg, kind in placed)
         return sized, {k: known(v, kinds.get(k, "")) for k, v in kwargs.items()}
 
     def _known(
-        self, arg: Any, kind: str, where: Location, numbers: Mapping[str, Value]
+        self, arg: Any, kind: str, where: Location, beside: Sequence[Value]
     ) -> Any:
         if isinstance(arg, tuple):
-            return tuple(self._known(a, kind, where, numbers) for a in arg)
+            return tuple(self._known(a, kind, where, beside) for a in arg)
         if not isinstance(arg, Unknown) or arg.size is None:
             return arg
         if kind == "List[int]":
@@ -197,8 +203,33 @@ class ChosenRows:
             return arg if rows is None else int(times) * rows
         if kind != "Tensor":
             return arg
-        count = self._count(arg.size, numbers, where)
-        return arg if count is None else count
+        if not arg.size.is_integer:
+            number = self._real(arg.size, beside, where)
+        else:
+            number = self._count(arg.size, self.numbers if beside else {}, where)
+        return arg if number is None else number
+
+    def _real(
+        self, size: Any, beside: Sequence[Value], where: Location
+    ) -> Value | None:
+        """A real number, as a tensor, which does not widen those that it is computed
+        with; None of one that is not known."""
+        wide = max((x.dtype for x in beside), key=lambda d: d.itemsize, default=None)
+        if wide is None or (wide.itemsize < 4 and not all(x.shape for x in beside)):
+            return None
+
+        def emit(op: str, *args: Any) -> Value:
+            return self.builder.emit(op, args, (), torch.float64, where)
+
+        of = partial(self._count, numbers=self.numbers, where=where)
+        try:
+            number = real_number(size, of, emit)
+        except UnknownNumber:
+            return None
+        assert isinstance(number, Value), "it is not known"
+        dtype = wide if wide.itemsize >= 4 else torch.float32
+        args = number, dtype
+        return self.builder.emit("aten.to.dtype", args, (), dtype, where)
 
     def _count(
         self, size: Any, numbers: Mapping[str, Value], where: Location
