@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -133,16 +134,19 @@ def test_autocast_is_that_of_the_plan(step: Step) -> None:
 # --- habits of loops that would do something else ------------------------------------
 
 
-def test_a_scaler_of_gradients_that_nobody_scaled_is_an_error() -> None:
+def test_a_scaler_that_looks_at_a_ranks_own_gradients_is_an_error() -> None:
     of = case()
     step, scaler = of.step(), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.AdamW(step.parameters(), lr=0.1)
-    for unscale in (False, True):
-        scaler.scale(step(**of.batch))
+    for unscale, backward in product((False, True), repeat=2):
+        scaled = scaler.scale(step(**of.batch))
+        if backward:
+            scaled.backward()
         if unscale:
             scaler.unscale_(optimizer)
-        with pytest.raises(AutoparError, match=r"divided gradients by 65536[\s\S]*fix"):
+        with pytest.raises(AutoparError, match=r"divides gradients by 65536[\s\S]*fix"):
             scaler.step(optimizer)
+        step.zero_grad()
         scaler = torch.amp.GradScaler("cpu")
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     theirs = case().model  # another model, which the scaler is for

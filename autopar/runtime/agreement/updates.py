@@ -370,8 +370,8 @@ def _note_part(part: str) -> Callable[[Optimizer, dict[str, Any]], None]:
 
 
 def _check_scaler() -> None:
-    """Raises OptimizerError where a GradScaler has divided gradients of a loss that it
-    did not scale: they were complete before."""
+    """Raises OptimizerError where a GradScaler updates: it leaves an update out where
+    this rank's gradients overflow, and divides them, whoever scaled their loss."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -380,10 +380,10 @@ def _check_scaler() -> None:
         scaler: GradScaler = frame.f_locals["self"]
         if scaler.is_enabled():
             raise OptimizerError(
-                f"a GradScaler has divided gradients by {scaler.get_scale():g}, which "
-                "a step had computed of the loss as it is",
-                fix="leave the scaler out, and call optimizer.step(): "
-                'precision="fp16" scales the loss itself',
+                f"a GradScaler divides gradients by {scaler.get_scale():g} and looks "
+                "at this rank's alone, to leave an update out where they overflow",
+                fix="make it with GradScaler(enabled=False), or leave it out: "
+                'precision="fp16" scales the loss itself, alike on all ranks',
             )
 
 
