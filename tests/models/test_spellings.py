@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case
+from drawn_losses import shifted
 from models import WIDTH, Block, Stack, randomize, token_batch
 from torch import Tensor, nn
 
@@ -22,15 +23,9 @@ from autopar.verify import verify
 HEADS, SIZE, GROUPS, FFN = 4, 8, 2, 48
 
 
-def loss_of(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-    )
-
-
 def case(block: Callable[[], nn.Module]) -> Case:
     torch.manual_seed(0)
-    return Case(randomize(Stack(block, 2)), token_batch(), loss_of).double()
+    return Case(randomize(Stack(block, 2)), token_batch(), shifted).double()
 
 
 def whole(program: Program) -> set[str]:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -17,15 +18,12 @@ from autopar.runtime.launch.guarded import Terminated, guarded
 from autopar.runtime.launch.nodes import Node
 from autopar.runtime.launch.watchdog import BEAT, EXIT, NO_LAUNCHER, TOLD, Watchdog
 
+end_by_signal = partial(signal.raise_signal, signal.SIGTERM)
 NO_STORE = "rank 0 does not answer (killed or hung?)"  # it keeps it, without torchrun
 
 
 def lose_connection() -> None:
     raise dist.DistNetworkError("Connection closed by peer")
-
-
-def end_by_signal() -> None:
-    signal.raise_signal(signal.SIGTERM)
 
 
 class Clock:
