@@ -220,7 +220,8 @@ class Plan:
             )
 
     def policy(self, layer: str) -> str:
-        """The recomputation policy of a layer; `none`, if nobody chose one."""
+        """The recomputation policy of a layer; if nobody chose one `none`, or `full` of
+        a checkpoint that the model itself has."""
         usual = "none" if self.recompute == AUTO else self.recompute
         usual = "full" if is_checkpoint(layer) else usual
         return self.recompute_layers.get(layer, usual)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.checkpoints.own_form import own_state
+from autopar.runtime.execute.untrained_reads import largest_parts
 from autopar.step import Step
 
 X = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
@@ -225,3 +226,17 @@ def read_on_ranks(mesh: str) -> list[str | None]:
         model(**X)
         results.append(next((x for x in kept if "reads older weights" in x), None))
     return results
+
+
+def test_classes_of_torch_within_a_model_are_left_alone() -> None:
+    """Though an embedding may have most of the weights."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(1000, 4), nn.Linear(4, 1)
+
+    model = Wide()
+    assert list(largest_parts(model)) == [model]
+    around = nn.ModuleDict({"base": model})
+    assert list(largest_parts(around)) == [around, model]

@@ -53,7 +53,8 @@ def watch_reads(model: nn.Module, originals: Originals, updates: Updates) -> Non
 
 def largest_parts(model: nn.Module) -> Iterator[nn.Module]:
     """Yields a model and, in turn, the module in it that has most of its elements: what
-    samples is mostly called of what a model with adapters or a loss goes around."""
+    samples is mostly called of what a model with adapters or a loss goes around. Of
+    torch's own classes, which all models share, a model alone may be."""
     elements = sum(p.numel() for p in model.parameters())
     part: nn.Module | None = model
     while part is not None:
@@ -61,7 +62,8 @@ def largest_parts(model: nn.Module) -> Iterator[nn.Module]:
         larger = (
             child
             for child in part.children()
-            if 2 * sum(p.numel() for p in child.parameters()) > elements
+            if not type(child).__module__.startswith("torch.")
+            and 2 * sum(p.numel() for p in child.parameters()) > elements
         )
         part = next(larger, None)
 

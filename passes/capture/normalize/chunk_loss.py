@@ -7,7 +7,7 @@ there at once.
 Logits are wide: of a vocabulary of 128,256 one token has 31 times as many as a hidden
 state of 4,096. Where a loss goes row by row from them to a sum, each chunk of positions
 has a sum of its own, and is computed again in the backward, as if the model had a
-checkpoint around it (Hsu 2024, arXiv:2410.10989, section 3.2, and Wijmans 2024,
+checkpoint around it (Hsu 2024, arXiv:2410.10989, and Wijmans 2024,
 arXiv:2411.09009, keep logits from memory by kernels). The product with the head is
 done once more for that.
 """
